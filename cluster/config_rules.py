@@ -1,0 +1,121 @@
+"""Rules between keys, and the one list of what this release does not support. Raises ConfigError, returns nothing."""
+
+from typing import TYPE_CHECKING
+
+from cluster.config_errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from cluster.config import AppConfig, Model
+
+RESERVED_NAMES = frozenset({"Router", "KVCoordinator", "Ingress"})
+"""Deployments of every app."""
+
+
+def refuse_unsupported(config: "AppConfig") -> None:
+    """Everything that contracts.md names and this release would have to ignore. Later releases shorten this list."""
+    for index, model in enumerate(config.models):
+        path = f"models[{index}]"
+        if getattr(model, "quantization", "none") != "none":
+            raise _unsupported(f"{path}.quantization", "use none")
+        if getattr(model, "compile", "auto") == "on":
+            raise _unsupported(f"{path}.compile", "use auto or off")
+        if not isinstance(model.replicas, int):
+            raise _unsupported(f"{path}.replicas", "as a range; give a number")
+        if index and config.levels[model.name] == config.levels[config.models[index - 1].name]:
+            raise _unsupported(f"{path}.level", "several models of one level; give each its own")
+    if config.router.slo_ms_per_token is not None:
+        raise _unsupported("router.slo_ms_per_token", "leave it out")
+    for index, element in enumerate(config.router.chain or ()):
+        if not isinstance(element, str):
+            raise _unsupported(f"router.chain[{index}]", "cooperating drafters; give one name")
+    if config.security.tls is not None:
+        raise _unsupported("security.tls", "leave it out")
+
+
+def check_names(config: "AppConfig") -> None:
+    """First of all checks: the others find models by name."""
+    seen: dict[str, int] = {}
+    for index, model in enumerate(config.models):
+        path = f"models[{index}]"
+        if model.name in seen:
+            raise ConfigError(f"{path}.name", f"{model.name} is already the name of models[{seen[model.name]}]")
+        if model.name in RESERVED_NAMES:
+            raise ConfigError(f"{path}.name", f"{model.name} is reserved; choose another name")
+        seen[model.name] = index
+
+
+def check_models(config: "AppConfig") -> None:
+    for index, model in enumerate(config.models):
+        _check_hub_keys(model, f"models[{index}]")
+    _check_levels(config)
+    _check_target(config)
+    _check_mixture(config)
+
+
+def check_chain(config: "AppConfig") -> None:
+    """`fixed` needs a chain; with `adaptive` a chain would be ignored, so it is refused."""
+    router = config.router
+    if router.policy == "adaptive":
+        for key in ("chain", "windows"):
+            if getattr(router, key) is not None:
+                raise ConfigError(f"router.{key}", "only with router.policy: fixed; adaptive plans it")
+        return
+    if config.fixed_chain is None:
+        raise ConfigError("router.chain", "required with router.policy: fixed")
+    _check_chain_names(config, config.fixed_chain)
+    if router.windows is not None and len(router.windows) != len(config.fixed_chain) - 1:
+        needed = len(config.fixed_chain) - 1
+        raise ConfigError("router.windows", f"a chain of {needed + 1} needs {needed}, got {len(router.windows)}")
+
+
+def _check_chain_names(config: "AppConfig", chain: tuple[str, ...]) -> None:
+    levels = config.levels
+    for index, name in enumerate(chain):
+        if name not in levels:
+            raise ConfigError(
+                f"router.chain[{index}]", f"no model {name!r}; nearest valid name: {nearest(name, levels)}"
+            )
+        if index and levels[name] <= levels[chain[index - 1]]:
+            raise ConfigError(f"router.chain[{index}]", f"{name} must come before {chain[index - 1]}: cheapest first")
+    if not chain or chain[-1] != config.target.name:
+        raise ConfigError("router.chain", f"must end with the target, {config.target.name}")
+
+
+def _check_levels(config: "AppConfig") -> None:
+    levels = list(config.levels.items())
+    for index, (name, level) in enumerate(levels[1:], 1):
+        before, level_before = levels[index - 1]
+        if level < level_before:
+            reason = f"{name} has level {level} after {before} with level {level_before}; list the cheapest first"
+            raise ConfigError(f"models[{index}].level", reason)
+
+
+def _check_target(config: "AppConfig") -> None:
+    path = f"models[{len(config.models) - 1}]"
+    target = config.target
+    if target.kind == "ngram":
+        raise ConfigError(f"{path}.kind", "the target, last in the list, cannot be an ngram")
+    if target.kind == "emulated" and not target.emulate.always_agrees:
+        raise ConfigError(f"{path}.emulate.agreement", "the target's agreement must be 1.0")
+
+
+def _check_mixture(config: "AppConfig") -> None:
+    """Emulated token ids are bytes: they mean nothing to a real model."""
+    for index, model in enumerate(config.models):
+        if model.kind not in ("ngram", config.target.kind):
+            reason = f"{model.kind} {model.name} cannot draft for {config.target.kind} {config.target.name}"
+            raise ConfigError(f"models[{index}].kind", reason)
+
+
+def _check_hub_keys(model: "Model", path: str) -> None:
+    source = getattr(model, "source", "")
+    if not source.startswith(("pypi:", ".", "/", "~")):
+        return
+    if getattr(model, "revision", None) is not None:
+        raise ConfigError(f"{path}.revision", f"only for a hub id, not for {source}")
+    if getattr(model, "trust_remote_code", False):
+        raise ConfigError(f"{path}.trust_remote_code", f"only for a hub id, not for {source}")
+
+
+def _unsupported(path: str, fix: str) -> ConfigError:
+    return ConfigError(path, f"not supported yet: {fix}")

@@ -1,0 +1,416 @@
+"""The messages that router, coordinator, replicas and ingress exchange.
+
+Every message is a frozen struct. On the wire it is a msgpack array whose first element names its type; `cluster/transport.py`
+packs many of them into one frame. This module knows neither sockets nor tensors.
+
+Letters used below: a *sequence* holds token ids at positions 0, 1, 2, …; `from_len` says that `tokens[0]` stands at position
+`from_len`; `committed_len` says that positions below it never change. Who sends what:
+
+    ingress     → router       OpenRequest, CutRequest, CancelRequest
+    router      → ingress      Delivered, Failed
+    router      → coordinator  Admit, Resume, Committed, Finish
+    coordinator → router       Admitted, Members
+    router      → replica      Open, Draft, Check, Probe
+    replica     → router       Opened, Drafted, Verdict, Probed, Need
+    coordinator → replica      Commit, Close
+    replica     → coordinator  Register, Report, Acked, Closed
+"""
+
+import enum
+from typing import NamedTuple
+
+import msgspec
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
+    """Base of all messages: immutable, tagged with the class name."""
+
+
+class Value(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Base of the untagged values that messages carry."""
+
+
+class Key(NamedTuple):
+    """Order of the messages of one sequence: the round driver numbers epochs (rounds), `step` rises with every message."""
+
+    epoch: int
+    step: int
+
+
+class Sampling(Value, frozen=True):
+    """How every level samples. `temperature` below 1e-5 is greedy; `top_k` 0 and `top_p` 1.0 filter nothing."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+
+class Speculation(Value, frozen=True):
+    """A request's wish: `auto` lets the planner choose, `off` is the target alone, `fixed` names chain and windows.
+
+    `windows` may be empty with `fixed`: they are planned then.
+    """
+
+    mode: str = "auto"
+    chain: tuple[str, ...] = ()
+    windows: tuple[int, ...] = ()
+
+
+class Timing(Value, frozen=True):
+    """What the batches that served one message cost, summed: linear in the three counts, so sums stay fit for a fit."""
+
+    batches: int = 0
+    rows: int = 0
+    sequences: int = 0
+    busy_s: float = 0.0
+    queue_s: float = 0.0
+
+
+class Profile(Value, frozen=True):
+    """Latency of one batch, measured by the replica when it loaded: base + per_token × rows + per_sequence × sequences."""
+
+    base_ms: float
+    per_token_ms: float = 0.0
+    per_sequence_ms: float = 0.0
+
+
+# ----------------------------------------------------------------------------------------------- ingress and router
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class SpecMetrics(Value, frozen=True):
+    """Counts at the target for one request (contracts.md §3); `histogram[k]` is the number of checks that accepted k tokens."""
+
+    rounds: int
+    draft_tokens: int
+    accepted_draft_tokens: int
+    histogram: tuple[int, ...]
+    most_draft_tokens: int
+    chain: tuple[str, ...]
+
+
+class OpenRequest(Message, frozen=True):
+    """Start a request, or go on with one whose stream broke: then `delivered` holds the output tokens the client has.
+
+    `max_tokens` counts output from its first token, delivered ones included. `text` is the prompt as text; only request
+    classes read it.
+    """
+
+    request_id: str
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    max_tokens: int
+    stop_ids: tuple[int, ...]
+    deadline_s: float
+    delivered: tuple[int, ...] = ()
+    speculation: Speculation = Speculation()
+
+
+class CutRequest(Message, frozen=True):
+    """A stop string ended the request after `output_len` tokens: stop now, count no token after them."""
+
+    request_id: str
+    output_len: int
+
+
+class CancelRequest(Message, frozen=True):
+    """The client went away: close the sequence on every holder."""
+
+    request_id: str
+
+
+class Delivered(Message, frozen=True):
+    """Newly committed output tokens; `from_index` is the output index of the first. The last one carries the reason."""
+
+    request_id: str
+    from_index: int
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    metrics: SpecMetrics | None = None
+
+
+class Failed(Message, frozen=True):
+    """The request ends with an error: `code` as in HTTP (400, 408, 429, 503), `param` the field at fault."""
+
+    request_id: str
+    code: int
+    message: str
+    param: str | None = None
+    retry_after_s: float | None = None
+
+
+# ------------------------------------------------------------------------------------------- router and coordinator
+
+
+class Admit(Message, frozen=True):
+    """Ask for room: a replica of every model that has some for `max_len` tokens, the target's required.
+
+    `replaces` is the older sequence of the same request; it is closed first.
+    """
+
+    seq: int
+    prompt_len: int
+    max_len: int
+    replaces: int | None = None
+
+
+class Admitted(Message, frozen=True):
+    """`holders`: model name → replica id that holds room. `refusal` set: never possible, and why."""
+
+    seq: int
+    holders: dict[str, str]
+    refusal: str | None = None
+
+
+class Resume(Message, frozen=True):
+    """After the coordinator restarted: a sequence that is running, with all it committed and who holds it."""
+
+    seq: int
+    epoch: int
+    tokens: tuple[int, ...]
+    max_len: int
+    holders: dict[str, str]
+
+
+class Committed(Message, frozen=True):
+    """The target's verdict of round `epoch`: `tokens` from position `from_len` on are permanent."""
+
+    seq: int
+    epoch: int
+    from_len: int
+    tokens: tuple[int, ...]
+
+
+class Finish(Message, frozen=True):
+    """The request ended: close the sequence on every holder."""
+
+    seq: int
+
+
+class ReplicaInfo(Value, frozen=True):
+    """What a replica says of itself when it registers. `address` is host:port of its gRPC server."""
+
+    replica_id: str
+    model: str
+    node: str
+    address: str
+    vocabulary: str
+    context_len: int
+    block_tokens: int
+    num_blocks: int
+    profile: Profile
+
+
+class Member(Value, frozen=True):
+    """A replica as the coordinator sees it now."""
+
+    info: ReplicaInfo
+    up: bool
+    sequences: int
+    free_blocks: int
+
+
+class Members(Message, frozen=True):
+    """The whole membership, sent on every change of who is up and with each report interval."""
+
+    members: tuple[Member, ...]
+
+
+# ------------------------------------------------------------------------------------------------ router and replica
+
+
+class Open(Message, frozen=True):
+    """A sequence begins on this holder: its committed tokens so far and how to sample. Idempotent; computes nothing.
+
+    The first `prompt_len` tokens are the prompt, the rest is output that was committed before.
+    """
+
+    seq: int
+    tokens: tuple[int, ...]
+    prompt_len: int
+    sampling: Sampling
+
+
+class Draft(Message, frozen=True):
+    """Continue the sequence by `count` own samples. `count` 0 only computes KV (a drafter's prefill)."""
+
+    seq: int
+    key: Key
+    committed_len: int
+    from_len: int
+    tokens: tuple[int, ...]
+    count: int
+
+
+class Check(Message, frozen=True):
+    """Compare the last `count` tokens with own samples, keep the equal ones, add the own token after them.
+
+    `count` 0 is a plain decoding step, and the prefill of a new sequence.
+    """
+
+    seq: int
+    key: Key
+    committed_len: int
+    from_len: int
+    tokens: tuple[int, ...]
+    count: int
+
+
+class Probe(Message, frozen=True):
+    """Own samples at the last `count` positions of the committed tokens, for estimates only; changes no token."""
+
+    seq: int
+    key: Key
+    committed_len: int
+    from_len: int
+    tokens: tuple[int, ...]
+    count: int
+
+
+class Opened(Message, frozen=True):
+    seq: int
+    committed_len: int
+    kv_len: int
+
+
+class Drafted(Message, frozen=True):
+    """`tokens`: at most `count` samples; fewer where the model has no guess (n-gram) or sampled a token that ends it."""
+
+    seq: int
+    key: Key
+    tokens: tuple[int, ...]
+    committed_len: int
+    kv_len: int
+    timing: Timing
+
+
+class Verdict(Message, frozen=True):
+    """`num_accepted` of the checked tokens equal own samples; `own_token` is the sample after them."""
+
+    seq: int
+    key: Key
+    num_accepted: int
+    own_token: int
+    committed_len: int
+    kv_len: int
+    timing: Timing
+
+
+class Probed(Message, frozen=True):
+    """`samples[i]`: what the model samples at position `from_len + i`, given the committed tokens before it."""
+
+    seq: int
+    key: Key
+    from_len: int
+    samples: tuple[int | None, ...]
+    committed_len: int
+    kv_len: int
+    timing: Timing
+
+
+class Need(Message, frozen=True):
+    """The holder lacks tokens from `from_len` on and did no work; 0 with `unknown` means that it was never opened."""
+
+    seq: int
+    key: Key
+    from_len: int
+    unknown: bool = False
+
+
+# ------------------------------------------------------------------------------------------- coordinator and replica
+
+
+class Commit(Message, frozen=True):
+    """Raise `committed_len` to `from_len + len(tokens)`; drop cached positions that differ. Runs no model. No key."""
+
+    seq: int
+    epoch: int
+    from_len: int
+    tokens: tuple[int, ...]
+
+
+class Close(Message, frozen=True):
+    """Free the sequence. Acknowledged also when it is unknown."""
+
+    seq: int
+
+
+class Held(Value, frozen=True):
+    """One sequence of a holder: how many tokens it knows as committed, how many rows of KV it has computed."""
+
+    seq: int
+    committed_len: int
+    kv_len: int
+
+
+class Register(Message, frozen=True):
+    """A replica announces itself and what it holds; the first message of its stream to the coordinator."""
+
+    info: ReplicaInfo
+    held: tuple[Held, ...]
+
+
+class Report(Message, frozen=True):
+    """A replica's heartbeat: free blocks (free + evictable) and sequences it dropped to length 0 since the last report."""
+
+    free_blocks: int
+    sequences: int
+    dropped: tuple[int, ...] = ()
+    rolled_back_tokens: int = 0
+    stale_messages: int = 0
+    resent_prefixes: int = 0
+    forwards: int = 0
+    most_sequences_in_forward: int = 0
+
+
+class Acked(Message, frozen=True):
+    """Lengths after a commit: `committed_len` tokens known, `kv_len` rows computed. `unknown`: the holder never saw it."""
+
+    seq: int
+    committed_len: int
+    kv_len: int
+    unknown: bool = False
+
+
+class Closed(Message, frozen=True):
+    seq: int
+
+
+AnyMessage = (
+    OpenRequest
+    | CutRequest
+    | CancelRequest
+    | Delivered
+    | Failed
+    | Admit
+    | Admitted
+    | Resume
+    | Committed
+    | Finish
+    | Members
+    | Open
+    | Draft
+    | Check
+    | Probe
+    | Opened
+    | Drafted
+    | Verdict
+    | Probed
+    | Need
+    | Commit
+    | Close
+    | Register
+    | Report
+    | Acked
+    | Closed
+)
+
+Step = Draft | Check | Probe
+"""Messages that make a replica's engine work on one sequence, in the order of their keys."""
+
+StepReply = Drafted | Verdict | Probed | Need

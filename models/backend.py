@@ -1,0 +1,53 @@
+"""What an engine asks of a model: one forward over packed rows of many sequences.
+
+A *row* is one token of one sequence run through the model at its position; the row at position p gives the sample for
+position p + 1. Letters: R rows in all, S slices (one per sequence), V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvstate.protocol import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """The rows of one sequence in one forward: positions `start` … `end` − 1, KV below `start` being computed.
+
+    tokens       all token ids of the sequence known so far, at least `end` of them; must not be changed or kept
+    sample_from  rows at positions `sample_from` … `end` − 1 give samples; `end` itself when none does
+    prompt_len   how many of the tokens are the prompt
+    block_ids    KV blocks of the sequence, enough for `end` positions; position p lives in block_ids[p // block_tokens]
+    """
+
+    tokens: Sequence[int]
+    start: int
+    end: int
+    sample_from: int
+    prompt_len: int
+    block_ids: Sequence[int]
+    sampling: Sampling
+
+
+class Backend(Protocol):
+    """A model with its KV. Called from one thread only.
+
+    vocabulary   fingerprint of the token ids' meaning; equal for models that can stand in one chain
+    context_len  most positions of a sequence
+    end_ids      token ids after which this model drafts nothing more
+    """
+
+    vocabulary: str
+    context_len: int
+    block_tokens: int
+    num_blocks: int
+    end_ids: frozenset[int]
+
+    def forward(self, slices: Sequence[Slice]) -> list[list[int | None]]:
+        """Compute the KV of every row and sample where asked.
+
+        Returns for each slice the samples of its rows `sample_from` … `end` − 1, in order; None where the model has no
+        guess (n-gram only). The target of a chain never returns None.
+        """
+        ...

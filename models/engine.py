@@ -1,0 +1,321 @@
+"""The engine of one replica: every forward takes whatever sequences are ready, up to a budget of rows.
+
+`submit` may be called from any thread; everything else runs on the engine's own thread (`run`), so sequences, blocks and
+model are touched by that thread alone. Messages are applied between two forwards, in the order they came.
+It knows neither sockets nor event loops: replies go to a `deliver` callable, once per step.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from kvstate.allocator import BlockAllocator
+from kvstate.protocol import (
+    Acked,
+    Check,
+    Close,
+    Closed,
+    Commit,
+    Draft,
+    Held,
+    Message,
+    Need,
+    Open,
+    Probe,
+    Profile,
+    Report,
+    Sampling,
+    Step,
+)
+from kvstate.sequence import Ready, SequenceState, Stale, accept_step, apply_commit, apply_open, evict
+from models.backend import Backend, Slice
+from models.tasks import Task, continue_draft, finish, start_task
+
+Sender = object
+Deliver = Callable[[Sequence[tuple[Sender, Message]]], None]
+
+
+@dataclass(slots=True)
+class Holding:
+    """One sequence on this replica; `heard_s` is when a message last named it."""
+
+    state: SequenceState
+    prompt_len: int
+    heard_s: float
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counts since the start; an exporter turns them into metrics."""
+
+    forwards: int = 0
+    rows: int = 0
+    most_sequences_in_forward: int = 0
+    rolled_back_tokens: int = 0
+    stale_messages: int = 0
+    resent_prefixes: int = 0
+    expired_sequences: int = 0
+
+
+class OutOfBlocks(Exception):
+    """One sequence alone needs more KV blocks than the replica has."""
+
+
+class Engine:
+    """Serves the sequences of one replica over one backend."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        deliver: Deliver,
+        *,
+        max_rows: int = 256,
+        lease_s: float = 30.0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._backend = backend
+        self._deliver = deliver
+        self._max_rows = max_rows
+        self._lease_s = lease_s
+        self._clock = clock
+        self._inbox: deque[tuple[Sender, Message]] = deque()
+        self._controls: deque[Callable[[], None]] = deque()
+        self._wake = threading.Event()
+        self._stopping = False
+        self._holdings: dict[int, Holding] = {}
+        self._blocks = BlockAllocator(backend.num_blocks, backend.block_tokens)
+        self._tasks: list[Task] = []
+        self._replies: list[tuple[Sender, Message]] = []
+        self._dropped: list[int] = []
+        self._handlers: dict[type, Callable[[Sender, Message], None]] = {
+            Open: self._on_open,
+            Commit: self._on_commit,
+            Close: self._on_close,
+            Draft: self._on_step,
+            Check: self._on_step,
+            Probe: self._on_step,
+        }
+        self.stats = EngineStats()
+
+    # ------------------------------------------------------------------------------------------------- other threads
+
+    def submit(self, sender: Sender, messages: Iterable[Message]) -> None:
+        """Queue messages; their replies come back through `deliver` with the same sender."""
+        self._inbox.extend((sender, message) for message in messages)
+        self._wake.set()
+
+    def control(self, action: Callable[[], None]) -> None:
+        """Run `action` on the engine's thread between two forwards (live changes of a backend, reports)."""
+        self._controls.append(action)
+        self._wake.set()
+
+    def stop(self) -> None:
+        self._stopping = True
+        self._wake.set()
+
+    # ------------------------------------------------------------------------------------------------- engine thread
+
+    def run(self) -> None:
+        """Work until `stop`; sleeps while there is nothing to do, but looks after leases each second."""
+        while not self._stopping:
+            if not self.step():
+                self._wake.wait(timeout=1.0)
+            self._wake.clear()
+
+    def step(self) -> bool:
+        """Apply what came, run one forward, report. False when no task was ready."""
+        self._receive()
+        batch = self._schedule()
+        if batch:
+            self._advance(batch, *self._forward(batch))
+        self._report()
+        return bool(batch)
+
+    def profile(self) -> Profile:
+        """Time batches of 1 and 9 rows and of 4 sequences; for a cold start of the router's latency fit. Keeps nothing."""
+        self._time_batch(1, 1)
+        one, nine, four = (min(self._time_batch(*shape) for _ in range(3)) for shape in ((1, 1), (1, 9), (4, 1)))
+        per_token_ms = max(0.0, (nine - one) / 8)
+        per_sequence_ms = max(0.0, (four - one) / 3 - per_token_ms)
+        return Profile(max(0.001, one - per_token_ms - per_sequence_ms), per_token_ms, per_sequence_ms)
+
+    def held(self) -> tuple[Held, ...]:
+        return tuple(Held(s, h.state.committed_len, h.state.kv_len) for s, h in self._holdings.items())
+
+    def report(self) -> Report:
+        """The heartbeat of this replica; names the sequences it dropped to length 0 since the last one."""
+        dropped, self._dropped = tuple(self._dropped), []
+        stats = self.stats
+        return Report(
+            self._blocks.free_blocks,
+            len(self._holdings),
+            dropped,
+            stats.rolled_back_tokens,
+            stats.stale_messages,
+            stats.resent_prefixes,
+            stats.forwards,
+            stats.most_sequences_in_forward,
+        )
+
+    # ------------------------------------------------------------------------------------------------------ messages
+
+    def _receive(self) -> None:
+        while self._controls:
+            self._controls.popleft()()
+        while self._inbox:
+            sender, message = self._inbox.popleft()
+            self._handlers[type(message)](sender, message)
+        self._expire()
+
+    def _on_open(self, sender: Sender, message: Message) -> None:
+        assert isinstance(message, Open)
+        holding = self._holdings.get(message.seq)
+        if holding is None:
+            holding = Holding(SequenceState(message.seq), message.prompt_len, self._clock())
+            self._holdings[message.seq] = holding
+        holding.heard_s = self._clock()
+        self._replies.append((sender, apply_open(holding.state, message)))
+
+    def _on_commit(self, sender: Sender, message: Message) -> None:
+        assert isinstance(message, Commit)
+        holding = self._holdings.get(message.seq)
+        if holding is None:
+            self._replies.append((sender, Acked(message.seq, 0, 0, unknown=True)))
+            return
+        holding.heard_s = self._clock()
+        kv_len = holding.state.kv_len
+        self._replies.append((sender, apply_commit(holding.state, message)))
+        self._rolled_back(holding.state, kv_len - holding.state.kv_len)
+        self._drop_overtaken(holding.state)
+
+    def _on_close(self, sender: Sender, message: Message) -> None:
+        assert isinstance(message, Close)
+        self._forget(message.seq)
+        self._replies.append((sender, Closed(message.seq)))
+
+    def _on_step(self, sender: Sender, message: Message) -> None:
+        assert isinstance(message, Draft | Check | Probe)
+        holding = self._holdings.get(message.seq)
+        if holding is None:
+            self.stats.resent_prefixes += 1
+            self._replies.append((sender, Need(message.seq, message.key, 0, unknown=True)))
+            return
+        holding.heard_s = self._clock()
+        match accept_step(holding.state, message):
+            case Need() as need:
+                self.stats.resent_prefixes += 1
+                self._replies.append((sender, need))
+            case Stale():
+                self.stats.stale_messages += 1
+            case Ready(rolled_back):
+                self._rolled_back(holding.state, rolled_back)
+                self._add_task(sender, message, holding.state)
+
+    def _add_task(self, sender: Sender, step: Step, state: SequenceState) -> None:
+        if not isinstance(step, Probe):  # the router no longer waits for an older step of this sequence
+            self._tasks = [t for t in self._tasks if t.state is not state or isinstance(t.step, Probe)]
+        self._tasks.append(start_task(sender, step, state, self._clock()))
+
+    def _forget(self, seq: int) -> None:
+        holding = self._holdings.pop(seq, None)
+        if holding is not None:
+            self._tasks = [t for t in self._tasks if t.state is not holding.state]
+            self._blocks.release(seq)
+
+    def _expire(self) -> None:
+        """Leases: a sequence that no message named for `lease_s` is dropped, so nothing leaks when a process dies."""
+        limit = self._clock() - self._lease_s
+        for seq in [s for s, h in self._holdings.items() if h.heard_s < limit]:
+            self._forget(seq)
+            self.stats.expired_sequences += 1
+
+    def _rolled_back(self, state: SequenceState, num_rows: int) -> None:
+        if num_rows > 0:
+            self.stats.rolled_back_tokens += num_rows
+            self._blocks.truncate(state.seq, state.kv_len)
+
+    def _drop_overtaken(self, state: SequenceState) -> None:
+        """A commit replaced tokens that a task still worked on: the round it belonged to is over."""
+        self._tasks = [t for t in self._tasks if t.state is not state or t.rows_end <= len(state.tokens)]
+
+    # ------------------------------------------------------------------------------------------------------ a forward
+
+    def _schedule(self) -> list[tuple[Task, Slice]]:
+        """Tasks of this forward: short ones first, so that a prefill never delays them; one per sequence."""
+        budget, chosen, sequences = self._max_rows, list[tuple[Task, Slice]](), set[int]()
+        for task in sorted(self._tasks, key=lambda t: not t.is_short):
+            seq = task.state.seq
+            end = min(task.rows_end, task.start + budget)
+            if budget == 0 or seq in sequences or not self._make_room(seq, end, sequences):
+                continue
+            sequences.add(seq)
+            chosen.append((task, self._slice(task, end)))
+            budget -= end - task.start
+        return chosen
+
+    def _slice(self, task: Task, end: int) -> Slice:
+        state = task.state
+        assert state.sampling is not None, "a step is served only for a sequence that was opened"
+        blocks, prompt_len = self._blocks.blocks(state.seq), self._holdings[state.seq].prompt_len
+        sample_from = min(end, task.next_sample)
+        return Slice(state.tokens, task.start, end, sample_from, prompt_len, blocks, state.sampling)
+
+    def _make_room(self, seq: int, num_tokens: int, in_batch: set[int]) -> bool:
+        """Blocks for `num_tokens` positions, taken from sequences outside the batch if need be; False: wait a step."""
+        while not self._blocks.extend(seq, num_tokens):
+            others = (h for s, h in self._holdings.items() if s != seq and s not in in_batch and h.state.kv_len)
+            victim = min(others, key=lambda h: h.heard_s, default=None)
+            if victim is None:
+                if in_batch:
+                    return False
+                raise OutOfBlocks(f"sequence {seq} needs {num_tokens} positions; free blocks: {self._blocks.free_blocks}")
+            self._rolled_back(victim.state, evict(victim.state))
+            self._dropped.append(victim.state.seq)
+        return True
+
+    def _forward(self, batch: Sequence[tuple[Task, Slice]]) -> tuple[list[list[int | None]], float]:
+        started_s = self._clock()
+        for task, _ in batch:
+            if task.queue_s is None:
+                task.queue_s = started_s - task.arrived_s
+        computing = [s for _, s in batch if s.end > s.start]
+        results = iter(self._backend.forward(computing) if computing else [])
+        samples = [next(results) if s.end > s.start else [] for _, s in batch]
+        self.stats.forwards += bool(computing)
+        self.stats.rows += sum(s.end - s.start for s in computing)
+        self.stats.most_sequences_in_forward = max(self.stats.most_sequences_in_forward, len(computing))
+        return samples, self._clock() - started_s
+
+    def _advance(self, batch: Sequence[tuple[Task, Slice]], samples: list[list[int | None]], busy_s: float) -> None:
+        rows = sum(s.end - s.start for _, s in batch)
+        for (task, slice_), sampled in zip(batch, samples, strict=True):
+            task.took_part(rows, len(batch), busy_s)
+            task.take(slice_.end, sampled)
+            if slice_.end < task.rows_end or continue_draft(task, self._backend.end_ids, self._backend.context_len):
+                continue
+            self._tasks.remove(task)
+            reply, dropped = finish(task)
+            self._rolled_back(task.state, dropped)
+            self._replies.append((task.sender, reply))
+
+    def _report(self) -> None:
+        if self._replies:
+            replies, self._replies = self._replies, []
+            self._deliver(replies)
+
+    def _time_batch(self, num_sequences: int, num_rows: int) -> float:
+        """Milliseconds of one forward over scratch sequences; their blocks are released again."""
+        seqs = range(-num_sequences, 0)
+        assert all(self._blocks.extend(seq, num_rows) for seq in seqs), "the KV room is too small to profile"
+        tokens = [0] * num_rows
+        slices = [
+            Slice(tokens, 0, num_rows, num_rows - 1, num_rows, self._blocks.blocks(seq), Sampling()) for seq in seqs
+        ]
+        started_s = self._clock()
+        self._backend.forward(slices)
+        elapsed_ms = (self._clock() - started_s) * 1e3
+        for seq in seqs:
+            self._blocks.release(seq)
+        return elapsed_ms

@@ -1,0 +1,109 @@
+"""One sample per position: the argmax of processed logits plus the position's noise (contracts.md §5).
+
+Order of processing: temperature, top_k, top_p; each step narrows the set of allowed token ids. The distribution after
+them is the softmax over the allowed ids, and argmax(score + Gumbel noise) draws from exactly that, without normalising.
+Letters: R rows, V vocabulary, A allowed ids of one row.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from kvstate.protocol import Sampling
+from models import noise
+
+GREEDY_BELOW = 1e-5
+_HEAD = 1024
+"""top_p sorts only this many candidates where they already hold the wanted mass: sorting a whole vocabulary takes ms."""
+
+
+def is_greedy(sampling: Sampling) -> bool:
+    return sampling.temperature < GREEDY_BELOW
+
+
+def sample(logits: torch.Tensor, positions: Sequence[int], samplings: Sequence[Sampling]) -> list[int]:
+    """One token id per row.
+
+    logits     [R, V]; float64 is scored in float64, everything else in float32
+    positions  [R] index, in prompt + output, of the token being sampled: the row's own position + 1
+    samplings  [R]
+
+    Ties go to the lowest id. One transfer from the device in all.
+    """
+    assert logits.dim() == 2 and len(positions) == len(samplings) == logits.shape[0]
+    if not positions:
+        return []
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    greedy = torch.argmax(logits, dim=-1)  # torch documents that the first of equal maxima is returned
+    if all(is_greedy(sampling) for sampling in samplings):
+        return [int(token) for token in greedy.tolist()]
+    chosen = [
+        greedy[row] if is_greedy(sampling) else _draw(logits[row], positions[row], sampling)
+        for row, sampling in enumerate(samplings)
+    ]
+    return [int(token) for token in torch.stack(chosen).tolist()]
+
+
+def _draw(logits: torch.Tensor, position: int, sampling: Sampling) -> torch.Tensor:
+    """The sample of one row [V] at a temperature, as a tensor without dimensions."""
+    # A tensor divisor, because CUDA replaces division by a plain number with multiplication by its rounded inverse.
+    scores = logits / torch.tensor(sampling.temperature, dtype=logits.dtype, device=logits.device)
+    ids = _allowed(scores, sampling)
+    kept = scores if ids is None else scores[ids]
+    tokens = torch.arange(scores.shape[0], device=scores.device) if ids is None else ids
+    if ids is None and scores.device.type == "cpu":  # elsewhere a set of unknown size would wait for the device
+        near = torch.nonzero(kept >= _least_winning(kept, position, sampling)).squeeze(-1)
+        kept, tokens = kept[near], tokens[near]
+    best = torch.argmax(kept + noise.gumbel(sampling.seed, position, tokens))
+    return tokens[best]
+
+
+def _least_winning(scores: torch.Tensor, position: int, sampling: Sampling) -> torch.Tensor:
+    """A score below which no token can win: the best of 32 likely tokens with their noise, less the largest noise."""
+    top, ids = torch.topk(scores, min(32, scores.shape[0]))
+    return torch.max(top + noise.gumbel(sampling.seed, position, ids)) - noise.MOST - 1e-3
+
+
+def _allowed(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor | None:
+    """Ids [A] that may win, ascending; None if all may."""
+    ids: torch.Tensor | None = None
+    if 0 < sampling.top_k < scores.shape[0]:
+        ids = _top_k(scores, sampling.top_k)
+    if sampling.top_p < 1.0:
+        kept = _top_p(scores if ids is None else scores[ids], sampling.top_p)
+        ids = kept if ids is None else ids[kept]
+    return ids
+
+
+def _top_k(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Indices of the `count` highest scores, ascending; of equal scores the lower ids."""
+    least = torch.topk(scores, count).values[-1]
+    above = torch.nonzero(scores > least).squeeze(-1)
+    equal = torch.nonzero(scores == least).squeeze(-1)
+    return torch.sort(torch.cat((above, equal[: count - above.shape[0]]))).values
+
+
+def _top_p(scores: torch.Tensor, mass: float) -> torch.Tensor:
+    """Indices, ascending, of the smallest set of highest scores whose probabilities sum to `mass` or more.
+
+    Sums in float64, so that the set does not depend on the order in which a device adds; at least one index.
+    """
+    total = torch.logsumexp(scores.double(), dim=0)
+    kept: torch.Tensor | None = None
+    if scores.shape[0] > _HEAD:
+        least = torch.topk(scores, _HEAD).values[-1]
+        kept = _smallest_set(scores, torch.nonzero(scores >= least).squeeze(-1), total, mass)
+    if kept is None:
+        everything = torch.arange(scores.shape[0], device=scores.device)
+        kept = _smallest_set(scores, everything, total, mass)
+        kept = everything if kept is None else kept  # rounding left the whole sum just below the mass
+    return torch.sort(kept).values
+
+
+def _smallest_set(scores: torch.Tensor, ids: torch.Tensor, total: torch.Tensor, mass: float) -> torch.Tensor | None:
+    """The first of `ids`, by (score descending, id ascending), that reach `mass`; None if all of them do not."""
+    order = torch.sort(scores[ids], descending=True, stable=True).indices
+    sums = torch.cumsum(torch.exp(scores[ids[order]].double() - total), dim=0)
+    if float(sums[-1]) < mass:
+        return None
+    return ids[order[: int(torch.sum(sums < mass)) + 1]]

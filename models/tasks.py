@@ -1,0 +1,119 @@
+"""One step message being served by an engine: which rows it computes, which it samples, and the reply it ends with.
+
+Rows, for a sequence of L tokens (the last token never has KV yet):
+
+    Draft(count)   rows kv_len … L−1, the last one sampled; then one row per further token
+    Check(count)   rows up to L−1, the last count + 1 sampled
+    Probe(count)   rows up to committed_len−2, the last count sampled
+"""
+
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+
+from kvstate.protocol import Check, Draft, Drafted, Probe, Probed, Step, StepReply, Timing, Verdict
+from kvstate.sequence import SequenceState
+
+
+@dataclass(slots=True)
+class Task:
+    """`next_sample` is the next row that gives a sample, `rows_end` where the rows of this pass end."""
+
+    sender: object
+    step: Step
+    state: SequenceState
+    arrived_s: float
+    next_sample: int
+    rows_end: int
+    samples: list[int | None] = field(default_factory=list)
+    batches: int = 0
+    rows: int = 0
+    sequences: int = 0
+    busy_s: float = 0.0
+    queue_s: float | None = None
+
+    @property
+    def start(self) -> int:
+        """First row still to compute: KV already there is used, but a row that samples is computed again."""
+        return min(self.state.kv_len, self.next_sample)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether it computes little more than it samples, as opposed to a prefill or a long catch-up."""
+        return self.rows_end - self.start <= self.step.count + 4
+
+    def took_part(self, rows: int, sequences: int, busy_s: float) -> None:
+        """Account for a batch of `rows` rows of `sequences` sequences in which this task had its share."""
+        self.batches += 1
+        self.rows += rows
+        self.sequences += sequences
+        self.busy_s += busy_s
+
+    def take(self, end: int, samples: list[int | None]) -> None:
+        """Rows up to `end` are computed; `samples` came from the last of them."""
+        self.state.kv_len = max(self.state.kv_len, end)
+        self.samples.extend(samples)
+        self.next_sample += len(samples)
+
+    def timing(self) -> Timing:
+        return Timing(self.batches, self.rows, self.sequences, self.busy_s, self.queue_s or 0.0)
+
+
+def start_task(sender: object, step: Step, state: SequenceState, now_s: float) -> Task:
+    """The task of a step that `accept_step` found ready."""
+    num_tokens = len(state.tokens)
+    match step:
+        case Draft(count=0):
+            next_sample = rows_end = num_tokens
+        case Draft():
+            next_sample, rows_end = num_tokens - 1, num_tokens
+        case Check(count=count):
+            next_sample, rows_end = num_tokens - 1 - count, num_tokens
+        case Probe(count=count, committed_len=committed_len):
+            next_sample, rows_end = committed_len - 1 - count, committed_len - 1
+    assert next_sample >= 0, step
+    return Task(sender, step, state, now_s, next_sample, rows_end)
+
+
+def continue_draft(task: Task, end_ids: AbstractSet[int], context_len: int) -> bool:
+    """After all rows of a pass: append a drafted token and prepare the next one. False when the task is done.
+
+    A draft ends early where the model has no guess, after a token that ends the text, and at the end of the context.
+    """
+    if not isinstance(task.step, Draft) or task.step.count == 0:
+        return False
+    state, token = task.state, task.samples[-1]
+    if token is None:
+        return False
+    state.tokens.append(token)
+    ends = token in end_ids or len(state.tokens) >= context_len or len(task.samples) == task.step.count
+    task.next_sample, task.rows_end = len(state.tokens) - 1, len(state.tokens)
+    return not ends
+
+
+def finish(task: Task) -> tuple[StepReply, int]:
+    """The reply of a task whose rows are all computed, and the rows of KV that its rejected tokens cost."""
+    state, step = task.state, task.step
+    match step:
+        case Check():
+            return _verdict(task, step)
+        case Draft():
+            drafted = tuple(t for t in task.samples if t is not None)
+            return Drafted(state.seq, step.key, drafted, state.committed_len, state.kv_len, task.timing()), 0
+        case Probe(committed_len=committed_len, count=count):
+            lengths, samples = (state.committed_len, state.kv_len), tuple(task.samples)
+            return Probed(state.seq, step.key, committed_len - count, samples, *lengths, task.timing()), 0
+
+
+def _verdict(task: Task, step: Check) -> tuple[Verdict, int]:
+    """Verification is equality: accept drafted tokens while they equal own samples, then add the own token."""
+    state = task.state
+    first = len(state.tokens) - step.count
+    num_accepted = next((i for i in range(step.count) if state.tokens[first + i] != task.samples[i]), step.count)
+    own_token = task.samples[num_accepted]
+    assert own_token is not None, "a verifier always has a sample"
+    kept = first + num_accepted
+    dropped = max(0, state.kv_len - kept)
+    state.kv_len -= dropped
+    state.tokens[kept:] = [own_token]
+    lengths = (state.committed_len, state.kv_len)
+    return Verdict(state.seq, step.key, num_accepted, own_token, *lengths, task.timing()), dropped

@@ -1,0 +1,116 @@
+"""What a batch of a model costs, learned from the batches that ran: base + per_token × rows + per_sequence × sequences.
+
+A message's `Timing` sums over its batches, and the cost is linear in batches, rows and sequences, so the sums are
+fitted as they are. Units: ms. Old messages fade with a half-life of 64 messages. What the data cannot tell apart (at
+one stream, batches and sequences are the same number) is decided by the prior, the profile that the replica measured
+when it loaded.
+"""
+
+from dataclasses import dataclass
+
+from kvstate.protocol import Profile, Timing
+
+HALF_LIFE_MESSAGES = 64.0
+_FADE = 0.5 ** (1.0 / HALF_LIFE_MESSAGES)
+_PRIOR_WEIGHT = 0.1
+"""The prior counts as much as this fraction of a batch that measured each coefficient alone."""
+
+
+@dataclass(slots=True)
+class Ewma:
+    """A mean in which the newest value counts `share`; the first values count more, so that a start is no anchor."""
+
+    value: float = 0.0
+    share: float = 0.05
+    count: int = 0
+
+    def add(self, value: float) -> None:
+        self.count += 1
+        self.value += (value - self.value) * max(self.share, 1.0 / self.count)
+
+
+class LatencyFit:
+    """Exponentially weighted ridge regression towards a prior, with coefficients kept at or above zero.
+
+    When costs leave the prediction for several messages by more than a third (a throttled or restarted machine), all
+    coefficients are scaled by what was seen and most of the history is dropped.
+    """
+
+    def __init__(self, prior: Profile) -> None:
+        self._prior = [prior.base_ms, prior.per_token_ms, prior.per_sequence_ms]
+        self._gram = [[0.0] * 3 for _ in range(3)]
+        self._moment = [0.0] * 3
+        self._spread_ms = Ewma(share=0.1)
+        self._excess = 0.0
+        self._solution: list[float] | None = None
+        self.count = 0
+
+    @property
+    def coefficients(self) -> tuple[float, float, float]:
+        """(base_ms, per_token_ms, per_sequence_ms)."""
+        if self._solution is None:
+            self._solution = self._solve()
+        base_ms, per_token_ms, per_sequence_ms = self._solution
+        return base_ms, per_token_ms, per_sequence_ms
+
+    def observe(self, timing: Timing) -> None:
+        """Take in the batches of one message; a message without batches says nothing."""
+        if timing.batches <= 0:
+            return
+        features = [1.0, timing.rows / timing.batches, timing.sequences / timing.batches]
+        cost_ms = self._clipped(features, timing.busy_s * 1e3 / timing.batches)
+        for i in range(3):
+            self._moment[i] = _FADE * self._moment[i] + features[i] * cost_ms
+            for j in range(3):
+                self._gram[i][j] = _FADE * self._gram[i][j] + features[i] * features[j]
+        self._solution = None
+        self.count += 1
+
+    def _clipped(self, features: list[float], cost_ms: float) -> float:
+        """Limit how far one batch can pull; a lasting change moves the prediction itself."""
+        predicted_ms = self._predict(features)
+        excess = (cost_ms - predicted_ms) / max(predicted_ms, 1e-6)
+        self._excess += 0.25 * (min(1.0, max(-1.0, excess)) - self._excess)
+        if abs(self._excess) > 0.33:
+            self._rescale(1.0 + self._excess)
+            predicted_ms = self._predict(features)
+        limit_ms = 0.25 * predicted_ms + 3.0 * self._spread_ms.value + 0.05
+        self._spread_ms.add(min(abs(cost_ms - predicted_ms), 2.0 * limit_ms))
+        return min(max(cost_ms, predicted_ms - limit_ms), predicted_ms + limit_ms)
+
+    def _predict(self, features: list[float]) -> float:
+        return sum(c * f for c, f in zip(self.coefficients, features, strict=True))
+
+    def _rescale(self, factor: float) -> None:
+        self._prior = [factor * coefficient for coefficient in self.coefficients]
+        self._gram = [[0.0] * 3 for _ in range(3)]
+        self._moment = [0.0] * 3
+        self._excess = 0.0
+        self._solution = None
+
+    def _solve(self) -> list[float]:
+        """Least squares; a coefficient that comes out negative is held at zero and the others are solved again."""
+        active = [0, 1, 2]
+        while True:
+            values = _solve_linear(
+                [[self._gram[i][j] + (_PRIOR_WEIGHT if i == j else 0.0) for j in active] for i in active],
+                [self._moment[i] + _PRIOR_WEIGHT * self._prior[i] for i in active],
+            )
+            negative = [i for i, value in zip(active, values, strict=True) if value < 0.0]
+            if not negative:
+                return [values[active.index(i)] if i in active else 0.0 for i in range(3)]
+            active = [i for i in active if i not in negative]
+
+
+def _solve_linear(matrix: list[list[float]], right: list[float]) -> list[float]:
+    """Gaussian elimination; `matrix` is symmetric positive definite and is used up."""
+    n = len(right)
+    for k in range(n):
+        for i in range(k + 1, n):
+            factor = matrix[i][k] / matrix[k][k]
+            matrix[i] = [a - factor * b for a, b in zip(matrix[i], matrix[k], strict=True)]
+            right[i] -= factor * right[k]
+    solution = [0.0] * n
+    for i in reversed(range(n)):
+        solution[i] = (right[i] - sum(matrix[i][j] * solution[j] for j in range(i + 1, n))) / matrix[i][i]
+    return solution

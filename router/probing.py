@@ -1,0 +1,76 @@
+"""When to probe and whom: estimates for models and pairs that the running chains do not compare. Pure.
+
+A probe lets models sample at the last committed positions (at most 64), in one forward each; the target's samples there
+are the committed tokens themselves, so the target is never probed. Probes take at most the share `explore` of all
+rounds, all of it while some pair has been examined at fewer than 64 positions, half of it later (a model that drifted
+must be noticed). One probe is allowed before the share has room for it, so that a pair unknown at the start is not
+unknown for 20 rounds.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from router.table import TableSnapshot
+
+MOST_POSITIONS = 64
+ENOUGH_SAMPLES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ProbePlan:
+    """`models` sample at the last `count` committed positions."""
+
+    models: tuple[str, ...]
+    count: int
+
+
+@dataclass(slots=True)
+class ProbeBudget:
+    """What was spent so far, over all requests; `last_probed` gives the number of rounds at each model's last probe."""
+
+    rounds: int = 0
+    probes: int = 0
+    last_probed: dict[str, int] = field(default_factory=dict)
+
+    def record(self, probed: ProbePlan | None) -> None:
+        """Count one round, and the probe it carried, if any."""
+        self.rounds += 1
+        if probed is not None:
+            self.probes += 1
+            self.last_probed.update((name, self.rounds) for name in probed.models)
+
+
+def choose_probe(
+    budget: ProbeBudget,
+    snapshot: TableSnapshot,
+    models: Sequence[str],
+    chain: Sequence[str],
+    num_committed_outputs: int,
+    explore: float,
+) -> ProbePlan | None:
+    """The probe that this round should carry, or None.
+
+    `models` are those that hold the sequence, cheapest first, target last; `num_committed_outputs` counts its output so
+    far (prompt positions are no fair sample of what is generated).
+    """
+    compared = set(pairwise(chain))
+    pairs = [pair for pair in snapshot.pairs if pair not in compared and set(pair) <= set(models)]
+    if explore <= 0.0 or not pairs or num_committed_outputs < 1:
+        return None
+    fewest = min(pairs, key=lambda pair: snapshot.pairs[pair].samples)
+    unknown = snapshot.pairs[fewest].samples < ENOUGH_SAMPLES
+    if not _has_room(budget, explore if unknown else explore / 2.0):
+        return None
+    wanted = fewest if unknown else _longest_ago(budget, pairs)
+    probed = tuple(name for name in models[:-1] if name in wanted)
+    return ProbePlan(probed, min(num_committed_outputs, MOST_POSITIONS))
+
+
+def _has_room(budget: ProbeBudget, share: float) -> bool:
+    return budget.probes == 0 or budget.probes + 1 <= share * (budget.rounds + 1)
+
+
+def _longest_ago(budget: ProbeBudget, pairs: Sequence[tuple[str, str]]) -> tuple[str, str]:
+    """Lower models decide: the upper one of a pair may be the target, which is never probed."""
+    return min(pairs, key=lambda pair: budget.last_probed.get(pair[0], 0))

@@ -1,0 +1,190 @@
+"""The live latency/divergence table: what each model costs, and how far each pair of models agrees.
+
+`RouterTable` is fed with the timings and verdicts of every round and of the probes; `snapshot()` freezes it for the
+planner. Pairs are ordered (lower level, upper level). It knows neither clocks nor clients, and never the config's
+emulation.
+
+What it does not know yet: request classes and sampling regimes (one row per pair: class `all`, regime `all`).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvstate.protocol import Profile, Timing
+from router.acceptance import PRIOR_ACCEPTANCE, Acceptance, FadingCount
+from router.latency import Ewma, LatencyFit
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCost:
+    """One model now. A call waits `queue_ms`, takes one `hop_ms`, and its batches carry `sharing` sequences in the
+    mean.
+
+    `draft_continues` is the probability that a draft goes on for one more token (below 1 where a model may have no
+    guess).
+    """
+
+    name: str
+    level: int
+    base_ms: float
+    per_token_ms: float = 0.0
+    per_sequence_ms: float = 0.0
+    hop_ms: float = 0.0
+    queue_ms: float = 0.0
+    sharing: float = 1.0
+    draft_continues: float = 1.0
+    samples: int = 0
+
+    def batch_ms(self, rows: float) -> float:
+        """A batch with `rows` rows of this sequence, the others that share it bringing as many each."""
+        return self.base_ms + (self.per_token_ms * rows + self.per_sequence_ms) * self.sharing
+
+    @property
+    def call_ms(self) -> float:
+        """What a call costs besides its batches."""
+        return self.hop_ms + self.queue_ms
+
+
+@dataclass(frozen=True, slots=True)
+class PairEstimate:
+    """`acceptance`: share of lower tokens that equal the upper's samples; `divergence`: 1 − agreement on probes."""
+
+    lower: str
+    upper: str
+    acceptance: float
+    divergence: float
+    samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class TableSnapshot:
+    models: Mapping[str, ModelCost]
+    pairs: Mapping[tuple[str, str], PairEstimate]
+
+    def acceptance(self, lower: str, upper: str) -> float:
+        pair = self.pairs.get((lower, upper))
+        return PRIOR_ACCEPTANCE if pair is None else pair.acceptance
+
+
+@dataclass(slots=True)
+class _Model:
+    level: int
+    fit: LatencyFit
+    hops_ms: dict[str, Ewma] = field(default_factory=dict)
+    queue_ms: Ewma = field(default_factory=Ewma)
+    sharing: Ewma = field(default_factory=lambda: Ewma(value=1.0))
+    drafts: FadingCount = field(default_factory=FadingCount)
+
+    def cost(self, name: str) -> ModelCost:
+        base_ms, per_token_ms, per_sequence_ms = self.fit.coefficients
+        hop_ms = min((hop.value for hop in self.hops_ms.values()), default=0.0)
+        continues = self.drafts.successes / self.drafts.trials if self.drafts.trials else 1.0
+        return ModelCost(
+            name, self.level, base_ms, per_token_ms, per_sequence_ms, hop_ms,
+            self.queue_ms.value, self.sharing.value, continues, self.fit.count,
+        )  # fmt: skip
+
+
+@dataclass(slots=True)
+class _Pair:
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    probed: Acceptance = field(default_factory=Acceptance)
+
+    def estimate(self, lower: str, upper: str) -> PairEstimate:
+        agreement = self.probed if self.probed.samples else self.acceptance
+        return PairEstimate(lower, upper, self.acceptance.rate, 1.0 - agreement.rate, self.acceptance.samples)
+
+
+class RouterTable:
+    """Starts from each model's profile; a model can be added or profiled again at any time."""
+
+    def __init__(self) -> None:
+        self._models: dict[str, _Model] = {}
+        self._pairs: dict[tuple[str, str], _Pair] = {}
+
+    def add_model(self, name: str, level: int, profile: Profile) -> None:
+        """A known model keeps what was learned about it: a restarted replica is the same model."""
+        if name in self._models:
+            return
+        self._models[name] = _Model(level, LatencyFit(profile))
+        for other, model in self._models.items():
+            if model.level != level:
+                lower, upper = (name, other) if level < model.level else (other, name)
+                self._pairs[lower, upper] = _Pair()
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Names, cheapest level first."""
+        return tuple(sorted(self._models, key=lambda name: self._models[name].level))
+
+    def observe_timing(self, model: str, replica_id: str, timing: Timing, round_trip_s: float) -> None:
+        """One reply: what its batches cost, and what the way there and back took besides them."""
+        if timing.batches <= 0:
+            return
+        entry = self._models[model]
+        entry.fit.observe(timing)
+        entry.sharing.add(timing.sequences / timing.batches)
+        entry.queue_ms.add(timing.queue_s * 1e3)
+        hop = entry.hops_ms.setdefault(replica_id, Ewma())
+        hop_ms = max(0.0, (round_trip_s - timing.busy_s - timing.queue_s) * 1e3)
+        hop.add(hop_ms if hop.count < 5 else min(hop_ms, 3.0 * hop.value + 0.5))
+
+    def observe_draft(self, model: str, num_asked: int, num_drafted: int) -> None:
+        """A draft that ended early had one more position at which it did not go on."""
+        self._models[model].drafts.add(num_drafted, min(num_asked, num_drafted + 1))
+
+    def observe_check(self, lower: str, upper: str, num_checked: int, num_accepted: int) -> None:
+        """`upper` checked `num_checked` tokens that `lower` sampled and accepted the first `num_accepted`."""
+        self._pairs[lower, upper].acceptance.observe_check(num_checked, num_accepted)
+
+    def observe_probe(self, samples: Mapping[str, Sequence[int | None]]) -> None:
+        """Samples of several models at the same committed positions: a trial for each pair and position both guessed
+        at.
+
+        The target's samples are the committed tokens. Pairs that rounds check as well count both: they are the same
+        trials.
+        """
+        for (lower, upper), pair in self._pairs.items():
+            if lower in samples and upper in samples:
+                both = zip(samples[lower], samples[upper], strict=True)
+                equal = [a == b for a, b in both if a is not None and b is not None]
+                pair.probed.observe(sum(equal), len(equal))
+                pair.acceptance.observe(sum(equal), len(equal))
+
+    def remove_replica(self, model: str, replica_id: str) -> None:
+        self._models[model].hops_ms.pop(replica_id, None)
+
+    def snapshot(self) -> TableSnapshot:
+        models = {name: self._models[name].cost(name) for name in self.models}
+        pairs = {key: pair.estimate(*key) for key, pair in self._pairs.items()}
+        return TableSnapshot(models, pairs)
+
+
+def as_rows(snapshot: TableSnapshot) -> dict[str, list[dict[str, object]]]:
+    """`models` and `pairs` of GET /router/table (contracts.md §3); replicas are added by who knows the membership."""
+    models = [_model_row(model) for model in snapshot.models.values()]
+    return {"models": models, "pairs": list(_pair_rows(snapshot.pairs.values()))}
+
+
+def _model_row(model: ModelCost) -> dict[str, object]:
+    return {
+        "name": model.name,
+        "level": model.level,
+        "base_ms": model.base_ms,
+        "per_token_ms": model.per_token_ms,
+        "per_sequence_ms": model.per_sequence_ms,
+        "queue": model.queue_ms,
+    }
+
+
+def _pair_rows(pairs: Iterable[PairEstimate]) -> Iterable[dict[str, object]]:
+    for pair in sorted(pairs, key=lambda pair: (pair.lower, pair.upper)):
+        yield {
+            "lower": pair.lower,
+            "upper": pair.upper,
+            "class": "all",
+            "regime": "all",
+            "divergence": pair.divergence,
+            "acceptance": pair.acceptance,
+            "samples": pair.samples,
+        }

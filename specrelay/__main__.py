@@ -1,0 +1,3 @@
+from specrelay.cli import main
+
+main()

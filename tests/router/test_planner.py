@@ -1,0 +1,159 @@
+"""The planner against the oracle, against a simulation of independent positions, and its choices in clear cases."""
+
+import random
+import statistics
+import time
+from itertools import combinations
+
+import pytest
+
+from benchmarks.oracle import Level, best_by_length, ms_per_token
+from router.planner import Plan, candidates, keep_or_change, plan, plan_windows, predict
+from router.table import ModelCost, PairEstimate, TableSnapshot
+
+NAMES = ("a", "b", "c", "d", "e", "f")
+
+
+def snapshot_of(levels: list[Level]) -> TableSnapshot:
+    """The table that shared errors lead to: acceptance 1 − |a_i − a_j|."""
+    models = {
+        name: ModelCost(name, i + 1, x.base_ms, x.per_token_ms, x.per_sequence_ms, x.hop_ms)
+        for i, (name, x) in enumerate(zip(NAMES, levels, strict=False))
+    }
+    pairs = {}
+    for i, j in combinations(range(len(levels)), 2):
+        acceptance = 1 - abs(levels[i].agreement - levels[j].agreement)
+        pairs[NAMES[i], NAMES[j]] = PairEstimate(NAMES[i], NAMES[j], acceptance, 1 - acceptance, 1000)
+    return TableSnapshot(models, pairs)
+
+
+def random_levels(rng: random.Random, num_levels: int) -> list[Level]:
+    agreements = [*sorted(rng.uniform(0.3, 0.97) for _ in range(num_levels - 1)), 1.0]
+    bases = [*sorted(rng.uniform(0.5, 25.0) for _ in range(num_levels - 1)), rng.uniform(25.0, 60.0)]
+    return [
+        Level(base, agreement, rng.uniform(0, 0.03) * base, rng.uniform(0, 0.03) * base, rng.uniform(0.1, 1.0))
+        for base, agreement in zip(bases, agreements, strict=True)
+    ]
+
+
+def independent_rounds(snapshot: TableSnapshot, chain: list[str], windows: list[int], num_tokens: int) -> float:
+    """Plays the rule with a coin per examined token: what `predict` claims to compute exactly."""
+    rng = random.Random(7)
+    elapsed_ms = 0.0
+
+    def produce(level: int) -> int:
+        nonlocal elapsed_ms
+        model = snapshot.models[chain[level]]
+        if level == 0:
+            elapsed_ms += windows[0] * model.base_ms + model.hop_ms
+            return windows[0]
+        held = 0
+        while held < windows[level - 1]:
+            held += produce(level - 1)
+        elapsed_ms += model.base_ms + model.hop_ms
+        acceptance = snapshot.acceptance(chain[level - 1], chain[level])
+        accepted = 0
+        while accepted < held and rng.random() < acceptance:
+            accepted += 1
+        return accepted + 1
+
+    committed = 0
+    while committed < num_tokens:
+        committed += produce(len(chain) - 1)
+    return elapsed_ms / committed
+
+
+@pytest.mark.parametrize("windows", [[4], [3, 5], [1, 6], [8, 1], [2, 3, 5], [4, 1, 9]])
+def test_prediction_is_exact_for_independent_positions(windows: list[int]) -> None:
+    levels = [Level(2.0, 0.55), Level(8.0, 0.72), Level(15.0, 0.85), Level(45.0, 1.0)][-len(windows) - 1 :]
+    snapshot = snapshot_of(levels)
+    chain = list(NAMES[: len(levels)])
+    assert predict(snapshot, chain, windows) == pytest.approx(
+        independent_rounds(snapshot, chain, windows, 60_000), rel=0.012
+    )
+
+
+def test_prediction_of_best_windows_agrees_with_the_oracle_on_random_tables() -> None:
+    rng = random.Random(11)
+    errors = []
+    for i in range(30):
+        levels = random_levels(rng, 2 + i % 3)
+        best = plan_windows(snapshot_of(levels), NAMES[: len(levels)], max_window=8)
+        oracle = ms_per_token(levels, best.windows, num_tokens=8_000, seed=i)
+        errors.append(abs(best.predicted_ms_per_token / oracle - 1))
+    print(f"prediction error: median {statistics.median(errors):.2%}, max {max(errors):.2%}")
+    assert statistics.median(errors) < 0.015
+    assert statistics.quantiles(errors, n=10)[-1] < 0.03
+    assert max(errors) < 0.06  # errors that fall together are not modelled
+
+
+def test_the_plan_is_as_fast_as_the_best_that_the_oracle_finds() -> None:
+    rng = random.Random(5)
+    for levels in (random_levels(rng, 3), random_levels(rng, 3), random_levels(rng, 2)):
+        chosen = plan(snapshot_of(levels), NAMES[: len(levels)], max_window=8)
+        members = [levels[NAMES.index(name)] for name in chosen.chain]
+        chosen_ms = ms_per_token(members, chosen.windows, num_tokens=20_000, seed=1)
+        best = best_by_length(levels, max_window=8, num_tokens=1_500)
+        assert chosen_ms <= 1.03 * min(b.ms_per_token for b in best.values())
+
+
+def test_the_target_alone_when_nobody_agrees() -> None:
+    levels = [Level(2.0, 0.02), Level(8.0, 0.02), Level(45.0, 1.0)]
+    assert plan(snapshot_of(levels), NAMES[:3], max_window=16) == Plan(("c",), (), 45.0)
+
+
+def test_a_level_that_does_not_pay_is_left_out() -> None:
+    levels = [Level(1.0, 0.8), Level(30.0, 0.81), Level(40.0, 1.0)]
+    assert plan(snapshot_of(levels), NAMES[:3], max_window=16).chain == ("a", "c")
+
+
+def test_a_model_without_room_is_not_planned() -> None:
+    levels = [Level(1.0, 0.8), Level(5.0, 0.9), Level(40.0, 1.0)]
+    assert "a" not in plan(snapshot_of(levels), ("b", "c"), max_window=16).chain
+
+
+def test_candidates_name_every_chain_once_and_agree_with_predict() -> None:
+    snapshot = snapshot_of([Level(2.0, 0.55), Level(8.0, 0.72), Level(15.0, 0.85), Level(45.0, 1.0)])
+    found = candidates(snapshot, NAMES[:4], max_window=16)
+    assert len({p.chain for p in found}) == len(found) == 8
+    for p in found:
+        assert predict(snapshot, p.chain, p.windows) == pytest.approx(p.predicted_ms_per_token, rel=1e-4)
+
+
+def test_windows_search_reaches_the_exhaustive_optimum() -> None:
+    snapshot = snapshot_of([Level(2.0, 0.55), Level(8.0, 0.72), Level(45.0, 1.0)])
+    best = plan_windows(snapshot, NAMES[:3], max_window=8)
+    every = min(predict(snapshot, NAMES[:3], (v, w)) for v in range(1, 9) for w in range(1, 9))
+    assert best.predicted_ms_per_token <= 1.005 * every
+
+
+def test_no_window_longer_than_what_remains() -> None:
+    snapshot = snapshot_of([Level(0.1, 0.99), Level(40.0, 1.0)])
+    assert plan(snapshot, NAMES[:2], max_window=16).windows[0] > 8
+    assert plan(snapshot, NAMES[:2], max_window=16, remaining=3).windows == (3,)
+
+
+def test_a_small_gain_does_not_change_the_plan() -> None:
+    snapshot = snapshot_of([Level(2.0, 0.8), Level(40.0, 1.0)])
+    best = plan(snapshot, NAMES[:2], max_window=16)
+    close = Plan(best.chain, (best.windows[0] + 1,), 0.0)
+    far = Plan(("b",), (), 0.0)
+    kept = keep_or_change(snapshot, close, best)
+    assert kept.windows == close.windows
+    assert kept.predicted_ms_per_token == predict(snapshot, close.chain, close.windows)
+    assert keep_or_change(snapshot, far, best) == best
+    assert keep_or_change(snapshot, Plan(("gone", "b"), (3,), 1.0), best) == best
+    assert keep_or_change(snapshot, None, best) == best
+
+
+def test_planning_time_is_printed() -> None:
+    rng = random.Random(2)
+    for num_levels in (4, 6):
+        took_ms = []
+        for _ in range(12):
+            snapshot = snapshot_of(random_levels(rng, num_levels))
+            started = time.perf_counter()
+            found = plan(snapshot, NAMES[:num_levels], max_window=16)
+            took_ms.append((time.perf_counter() - started) * 1e3)
+            assert found.chain[-1] == NAMES[num_levels - 1]
+        print(f"{num_levels} levels: planning {statistics.median(took_ms):.1f} ms, at most {max(took_ms):.1f} ms")

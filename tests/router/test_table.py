@@ -1,0 +1,150 @@
+"""The table against streams with known costs and rates: it converges, withstands outliers and follows changes. And
+probing.
+"""
+
+import random
+
+import pytest
+
+from kvstate.protocol import Profile, Timing
+from router.probing import ProbeBudget, ProbePlan, choose_probe
+from router.table import RouterTable, as_rows
+
+
+def table_of(*names: str) -> RouterTable:
+    table = RouterTable()
+    for level, name in enumerate(names, start=1):
+        table.add_model(name, level, Profile(base_ms=10.0))
+    return table
+
+
+def timing(base: float, token: float, sequence: float, batches: int, rows: int, sequences: int) -> Timing:
+    return Timing(batches, rows, sequences, (base * batches + token * rows + sequence * sequences) / 1e3, 0.0)
+
+
+def test_latency_is_recovered_from_sums_over_batches() -> None:
+    table, rng = table_of("m"), random.Random(1)
+    for _ in range(300):
+        batches = rng.randint(1, 6)
+        sequences = batches * rng.randint(1, 4)
+        sums = timing(4.0, 0.5, 0.25, batches, sequences * rng.randint(1, 8), sequences)
+        table.observe_timing("m", "r", sums, sums.busy_s + 0.0006)
+    cost = table.snapshot().models["m"]
+    assert (cost.base_ms, cost.per_token_ms, cost.per_sequence_ms) == pytest.approx((4.0, 0.5, 0.25), abs=0.1)
+    assert cost.hop_ms == pytest.approx(0.6, abs=1e-6)
+    assert cost.sharing == pytest.approx(2.5, abs=0.8)
+
+
+def test_one_stream_predicts_its_own_batches_and_outliers_do_not_pull() -> None:
+    table, rng = table_of("m"), random.Random(2)
+    for i in range(200):
+        rows = rng.randint(1, 9)
+        sums = timing(40.0, 0.2, 0.0, 1, rows, 1)
+        slow = Timing(1, rows, 1, sums.busy_s * (20 if i % 25 == 24 else 1), 0.0)
+        table.observe_timing("m", "r", slow, slow.busy_s)
+    cost = table.snapshot().models["m"]
+    assert cost.batch_ms(5.0) == pytest.approx(41.0, rel=0.08)
+    assert min(cost.base_ms, cost.per_token_ms, cost.per_sequence_ms) >= 0.0
+
+
+def test_a_model_three_times_slower_is_noticed_within_64_messages() -> None:
+    table = table_of("m")
+    for base, count in ((10.0, 200), (30.0, 64)):
+        for _ in range(count):
+            sums = timing(base, 0.0, 0.0, 4, 4, 4)
+            table.observe_timing("m", "r", sums, sums.busy_s)
+    assert table.snapshot().models["m"].batch_ms(1.0) > 22.0
+
+
+def test_before_any_batch_the_profile_counts() -> None:
+    cost = table_of("m").snapshot().models["m"]
+    assert (cost.base_ms, cost.samples) == (10.0, 0)
+
+
+def check(table: RouterTable, rng: random.Random, acceptance: float, window: int = 4) -> None:
+    accepted = 0
+    while accepted < window and rng.random() < acceptance:
+        accepted += 1
+    table.observe_check("a", "b", window, accepted)
+
+
+@pytest.mark.parametrize("acceptance", [0.02, 0.55, 0.85, 1.0])
+def test_acceptance_is_unbiased_though_checks_stop_at_the_first_mismatch(acceptance: float) -> None:
+    table, rng = table_of("a", "b"), random.Random(3)
+    for _ in range(2000):
+        check(table, rng, acceptance)
+    assert table.snapshot().acceptance("a", "b") == pytest.approx(acceptance, abs=0.04)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "rounds", "error"),
+    # 30 rounds at .1 examine 33 positions: two standard errors and the prior's pull make .13.
+    [(0.9, 0.1, 30, 0.13), (0.1, 0.9, 30, 0.08), (0.72, 0.85, 150, 0.05), (0.85, 0.72, 150, 0.05)],
+)
+def test_a_change_is_followed(before: float, after: float, rounds: int, error: float) -> None:
+    errors = []
+    for seed in range(10):
+        table, rng = table_of("a", "b"), random.Random(seed)
+        for acceptance, count in ((before, 1000), (after, rounds)):
+            for _ in range(count):
+                check(table, rng, acceptance)
+        errors.append(abs(table.snapshot().acceptance("a", "b") - after))
+    assert sorted(errors)[7] < error
+
+
+def test_probes_teach_pairs_that_never_ran_together() -> None:
+    table = table_of("a", "b", "c")
+    table.observe_probe({"a": [1, 2, None, 4] * 50, "b": [1, 9, 3, 4] * 50, "c": [1, 2, 3, 5] * 50})
+    pairs = table.snapshot().pairs
+    assert pairs["a", "b"].acceptance == pytest.approx(2 / 3, abs=0.02)
+    assert pairs["a", "c"].acceptance == pytest.approx(2 / 3, abs=0.02)
+    assert pairs["b", "c"].divergence == pytest.approx(0.5, abs=0.02)
+    assert pairs["a", "c"].samples == 150  # where the n-gram had no guess there was no trial
+    assert pairs["b", "c"].samples == 200
+
+
+def test_drafts_that_end_early_lower_what_a_drafter_brings() -> None:
+    table = table_of("a", "b")
+    assert table.snapshot().models["a"].draft_continues == 1.0
+    for _ in range(200):
+        table.observe_draft("a", 4, 1)
+    assert table.snapshot().models["a"].draft_continues == pytest.approx(0.5)
+
+
+def test_a_model_profiled_again_keeps_what_was_learned() -> None:
+    table = table_of("a", "b")
+    table.observe_check("a", "b", 4, 4)
+    table.add_model("a", 1, Profile(base_ms=99.0))
+    assert table.snapshot().pairs["a", "b"].samples == 4
+    assert table.snapshot().models["a"].base_ms == 10.0
+
+
+def test_rows_have_the_contract_s_fields() -> None:
+    rows = as_rows(table_of("a", "b").snapshot())
+    assert set(rows["models"][0]) == {"name", "level", "base_ms", "per_token_ms", "per_sequence_ms", "queue"}
+    assert set(rows["pairs"][0]) == {"lower", "upper", "class", "regime", "divergence", "acceptance", "samples"}
+
+
+def test_probes_start_at_once_prefer_unknown_pairs_and_stay_within_their_share() -> None:
+    table, budget = table_of("a", "b", "c"), ProbeBudget()
+    first = choose_probe(budget, table.snapshot(), ("a", "b", "c"), ("b", "c"), 10, 0.05)
+    assert first == ProbePlan(("a", "b"), 10)
+    taken = []
+    for _ in range(1000):
+        probe = choose_probe(budget, table.snapshot(), ("a", "b", "c"), ("b", "c"), 100, 0.05)
+        budget.record(probe)
+        if probe is not None:
+            assert probe.count == 64
+            taken.append(probe.models)
+            table.observe_probe({**{name: [1] * 64 for name in probe.models}, "c": [1] * 64})
+    assert 20 <= len(taken) <= 50
+    assert table.snapshot().pairs["a", "c"].samples >= 64
+
+
+def test_no_probe_where_nothing_can_be_learned_or_spent() -> None:
+    snapshot, budget = table_of("a", "b").snapshot(), ProbeBudget()
+    assert choose_probe(budget, snapshot, ("a", "b"), ("a", "b"), 10, 0.05) is None
+    assert choose_probe(budget, snapshot, ("b",), ("b",), 10, 0.05) is None
+    assert choose_probe(budget, snapshot, ("a", "b"), ("b",), 10, 0.0) is None
+    assert choose_probe(budget, snapshot, ("a", "b"), ("b",), 0, 0.05) is None
+    assert choose_probe(budget, snapshot, ("a", "b"), ("b",), 10, 0.05) == ProbePlan(("a",), 10)
