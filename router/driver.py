@@ -1,0 +1,222 @@
+"""One request's rounds: draft, check level by level, commit the target's verdict, again.
+
+The nested rule (design.md §3.4): level 1 drafts windows[0] tokens; as soon as a level has delivered at least windows[i]
+tokens, the next one checks all of them, keeps what equals its samples and adds its own token; up to the target. A round
+lives on one stack of `held` tokens: `held[i]` waits for the check by chain[i]. A check empties its entry, and whenever
+chain[i] checks, all entries below are empty; so the context of any step is committed + held[top] + … + held[i].
+
+Nothing here knows Ray, sockets or tensors: steps go through `StepCalls`, plans come from a callable.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvstate.protocol import Check, Draft, Drafted, FinishReason, Need, Open, Probe, Probed, Step, Timing, Verdict
+from router.links import Outbound, ReplicaLost, StepCalls
+from router.planner import Plan
+from router.sequence import Holder, Limits, RunningSequence, TargetCounts
+
+ATTEMPTS = 4
+"""Sends of one step before its replica counts as lost: two lost frames and a reopened sequence fit in."""
+
+
+class Observer(Protocol):
+    """What the table learns from a round."""
+
+    def timing(self, holder: Holder, kind: str, timing: Timing, round_trip_s: float) -> None: ...
+
+    def drafted(self, model: str, num_asked: int, num_drafted: int) -> None: ...
+
+    def checked(self, lower: str, upper: str, num_checked: int, num_accepted: int) -> None: ...
+
+
+class TargetLost(Exception):
+    """The target's replica is gone: the sequence must be rebuilt on another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Newly committed output tokens of one round, cut where the request ends."""
+
+    tokens: list[int]
+    finish_reason: FinishReason | None
+
+
+class RoundDriver:
+    """Drives one sequence. The target must be among its holders; levels lost on the way shrink the chain."""
+
+    def __init__(
+        self,
+        sequence: RunningSequence,
+        limits: Limits,
+        calls: StepCalls,
+        outbound: Outbound,
+        observer: Observer,
+        *,
+        clock: Callable[[], float],
+        step_timeout_s: float,
+        counts: TargetCounts | None = None,
+    ) -> None:
+        self.sequence = sequence
+        self.counts = TargetCounts() if counts is None else counts
+        self._limits = limits
+        self._calls = calls
+        self._outbound = outbound
+        self._observer = observer
+        self._clock = clock
+        self._step_timeout_s = step_timeout_s
+
+    async def prefill(self, target: str, drafters: Sequence[str]) -> Commit:
+        """The target's first token; drafters prefill beside it and are not waited for. Every holder is opened."""
+        for holder in self.sequence.holders.values():
+            self._open(holder)
+        for model in drafters:
+            self._post_prefill(model)
+        try:
+            return self._commit(await self._verified(target, [], 0))
+        except ReplicaLost as lost:
+            raise TargetLost(lost.replica_id) from lost
+
+    async def round(self, plan: Plan) -> Commit:
+        """One round over `plan`, whose models must all be holders.
+
+        A lower level that is lost is taken out of the holders and ends the round early: what is committed so far stays,
+        and the tokens of the commit may be none. Raises TargetLost when the target is.
+        """
+        self.sequence.begin_round()
+        try:
+            return self._commit(await self._nested(plan))
+        except ReplicaLost as lost:
+            self.drop(lost.replica_id, plan.chain[-1])
+            return Commit([], None)
+
+    def drop(self, replica_id: str, target: str) -> None:
+        """Forget a holder that is gone; TargetLost if it was the target's."""
+        holders = self.sequence.holders
+        if target not in holders or holders[target].replica_id == replica_id:
+            raise TargetLost(replica_id)
+        self.sequence.holders = {m: h for m, h in holders.items() if h.replica_id != replica_id}
+
+    async def probe(self, model: str, count: int) -> Probed | None:
+        """The model's own samples at the last `count` committed positions; None if it is gone or silent."""
+        tokens = list(self.sequence.tokens)
+
+        def make(holder: Holder) -> Step:
+            start = min(holder.acked_len, len(tokens))
+            key = self.sequence.next_key()
+            return Probe(self.sequence.seq, key, len(tokens), start, tuple(tokens[start:]), count)
+
+        try:
+            reply = await self._step(model, "probe", make)
+        except ReplicaLost:
+            return None
+        return reply if isinstance(reply, Probed) else None
+
+    # --------------------------------------------------------------------------------------------------- the round
+
+    async def _nested(self, plan: Plan) -> list[int]:
+        """Tokens of the target's verdict: accepted ones and its own."""
+        chain, windows = plan.chain, plan.windows
+        if len(chain) == 1:
+            return await self._verified(chain[0], [], 0)
+        held: list[list[int]] = [[] for _ in chain]
+        while True:
+            held[1] = await self._drafted(chain[0], held, windows[0])
+            level = 1
+            while True:
+                verified = await self._verified(chain[level], held, level, lower=chain[level - 1])
+                if level == len(chain) - 1:
+                    return verified
+                held[level] = []
+                held[level + 1].extend(verified)
+                if len(held[level + 1]) < windows[level] and self._worth_more(held, verified):
+                    break
+                level += 1
+
+    def _worth_more(self, held: Sequence[Sequence[int]], newest: Sequence[int]) -> bool:
+        """Whether tokens after those held could still be committed in this round."""
+        return self._room(held) > 0 and not self._limits.stop_ids.intersection(newest)
+
+    def _room(self, held: Sequence[Sequence[int]]) -> int:
+        """How many more tokens may be drafted: the target adds one of its own to all that is held."""
+        return self._limits.max_tokens - self.sequence.output_len - 1 - sum(map(len, held))
+
+    async def _drafted(self, model: str, held: Sequence[Sequence[int]], window: int) -> list[int]:
+        count = min(window, self._room(held))
+        if count <= 0:
+            return []
+        tokens = self._context(held, 1)
+        reply = await self._step(model, "draft", lambda holder: self._draft(holder, tokens, count))
+        assert isinstance(reply, Drafted), reply
+        self._observer.drafted(model, count, len(reply.tokens))
+        return list(reply.tokens)
+
+    async def _verified(
+        self, model: str, held: Sequence[Sequence[int]], level: int, lower: str | None = None
+    ) -> list[int]:
+        """What `model` keeps of `held[level]`, and its own token."""
+        checked = held[level] if held else []
+        tokens = self._context(held, level)
+        reply = await self._step(model, "check", lambda holder: self._check(holder, tokens, len(checked)))
+        assert isinstance(reply, Verdict), reply
+        if level == max(len(held) - 1, 0):
+            self.counts.add(len(checked), reply.num_accepted)
+        if lower is not None:
+            self._observer.checked(lower, model, len(checked), reply.num_accepted)
+        return [*checked[: reply.num_accepted], reply.own_token]
+
+    def _context(self, held: Sequence[Sequence[int]], level: int) -> list[int]:
+        """Droppable tokens after the committed ones, outermost first, down to those that `level` checks."""
+        return [token for tokens in reversed(held[level:]) for token in tokens]
+
+    def _commit(self, verified: Sequence[int]) -> Commit:
+        kept, reason = self._limits.cut(self.sequence.output_len, verified)
+        self.sequence.tokens.extend(kept)
+        return Commit(kept, reason)
+
+    # ---------------------------------------------------------------------------------------------------- one step
+
+    async def _step(self, model: str, kind: str, make: Callable[[Holder], Step]) -> Step | object:
+        """Send a step until it is answered; resend what the holder needs. ReplicaLost after too many silences."""
+        holder = self.sequence.holders.get(model)
+        if holder is None:
+            raise ReplicaLost(model)
+        for _ in range(ATTEMPTS):
+            self._open(holder)
+            sent_s = self._clock()
+            reply = await self._calls.call(holder.replica_id, make(holder), self._step_timeout_s)
+            match reply:
+                case None:
+                    holder.opened = False
+                case Need(from_len=from_len, unknown=unknown):
+                    holder.acked_len, holder.opened = from_len, not unknown
+                case Drafted() | Verdict() | Probed():
+                    holder.acked_len = reply.committed_len
+                    self._observer.timing(holder, kind, reply.timing, self._clock() - sent_s)
+                    return reply
+        raise ReplicaLost(holder.replica_id)
+
+    def _open(self, holder: Holder) -> None:
+        """The first message to a holder, and the one after it lost the sequence."""
+        if not holder.opened:
+            s = self.sequence
+            message = Open(s.seq, tuple(s.tokens), s.prompt_len, s.sampling)
+            holder.opened = self._outbound.to_replica(holder.replica_id, message)
+            holder.acked_len = len(s.tokens)
+
+    def _draft(self, holder: Holder, held: Sequence[int], count: int) -> Draft:
+        s = self.sequence
+        return Draft(s.seq, s.next_key(), len(s.tokens), holder.acked_len, self._from(holder, held), count)
+
+    def _check(self, holder: Holder, held: Sequence[int], count: int) -> Check:
+        s = self.sequence
+        return Check(s.seq, s.next_key(), len(s.tokens), holder.acked_len, self._from(holder, held), count)
+
+    def _from(self, holder: Holder, held: Sequence[int]) -> tuple[int, ...]:
+        return (*self.sequence.tokens[holder.acked_len :], *held)
+
+    def _post_prefill(self, model: str) -> None:
+        holder = self.sequence.holders[model]
+        self._open(holder)
+        self._outbound.to_replica(holder.replica_id, self._draft(holder, (), 0))

@@ -1,0 +1,71 @@
+"""The router's way to the others, and the waiting for a replica's answer to a step.
+
+Knows no sockets: `Outbound` is implemented by the shell (and by in-process clusters). A reply is matched by sequence
+and key; one whose key nobody waits for is ignored.
+"""
+
+import asyncio
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvstate.protocol import Key, Message, Step, StepReply
+
+
+class Outbound(Protocol):
+    """Each call returns False when there is no open stream to that side; it never blocks."""
+
+    def to_replica(self, replica_id: str, message: Message) -> bool: ...
+
+    def to_coordinator(self, message: Message) -> bool: ...
+
+    def to_ingress(self, ingress_id: str, message: Message) -> bool: ...
+
+
+class ReplicaLost(Exception):
+    """The replica's stream is broken, or it left a step unanswered."""
+
+    def __init__(self, replica_id: str) -> None:
+        super().__init__(replica_id)
+        self.replica_id = replica_id
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    replica_id: str
+    reply: asyncio.Future[StepReply]
+
+
+class StepCalls:
+    """Steps under way. `call` sends one and waits; `resolve` and `fail` are fed by the streams."""
+
+    def __init__(self, outbound: Outbound) -> None:
+        self._outbound = outbound
+        self._waiting: dict[tuple[int, Key], _Waiting] = {}
+
+    async def call(self, replica_id: str, step: Step, timeout_s: float) -> StepReply | None:
+        """The reply; None when none came in `timeout_s` (a frame was lost, or the replica is slow).
+
+        Raises ReplicaLost when the stream is broken, also while waiting.
+        """
+        future: asyncio.Future[StepReply] = asyncio.get_running_loop().create_future()
+        self._waiting[step.seq, step.key] = _Waiting(replica_id, future)
+        try:
+            if not self._outbound.to_replica(replica_id, step):
+                raise ReplicaLost(replica_id)
+            async with asyncio.timeout(timeout_s):
+                return await future
+        except TimeoutError:
+            return None
+        finally:
+            del self._waiting[step.seq, step.key]
+
+    def resolve(self, reply: StepReply) -> None:
+        waiting = self._waiting.get((reply.seq, reply.key))
+        if waiting is not None and not waiting.reply.done():
+            waiting.reply.set_result(reply)
+
+    def fail(self, replica_id: str) -> None:
+        """Every step under way at this replica ends with ReplicaLost."""
+        for waiting in self._waiting.values():
+            if waiting.replica_id == replica_id and not waiting.reply.done():
+                waiting.reply.set_exception(ReplicaLost(replica_id))

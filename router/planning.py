@@ -1,0 +1,152 @@
+"""Which plan a round runs, and what is learned from it: table, planner and probes of one router behind one object.
+
+Plans are made over a snapshot that is at most `max_age_s` old, once per set of holders, not once per round. A request's
+`speculation` and the app's fixed policy come before the planner.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvstate.protocol import Profile, Speculation, Timing
+from router.planner import Plan, Planner, keep_or_change
+from router.probing import ProbeBudget, ProbePlan, choose_probe
+from router.sequence import Holder
+from router.stats import RouterStats
+from router.table import RouterTable, TableSnapshot
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSettings:
+    """`models`: cheapest first, target last. `chain` and `windows` are used by the policy `fixed`."""
+
+    models: tuple[str, ...]
+    policy: str = "adaptive"
+    chain: tuple[str, ...] = ()
+    windows: tuple[int, ...] = ()
+    explore: float = 0.05
+    max_window: int = 16
+    max_queue: int = 256
+    step_timeout_s: float = 10.0
+
+    @property
+    def target(self) -> str:
+        return self.models[-1]
+
+
+@dataclass(slots=True)
+class RunRecord:
+    """What one plan's rounds took: seconds and committed tokens, for measured beside predicted."""
+
+    seconds: float = 0.0
+    tokens: int = 0
+    rounds: int = 0
+
+    @property
+    def ms_per_token(self) -> float | None:
+        return self.seconds * 1e3 / self.tokens if self.tokens else None
+
+
+class Planning:
+    """Implements the driver's `Observer`. One per router; used on its event loop only."""
+
+    def __init__(
+        self, settings: RouterSettings, clock: Callable[[], float], stats: RouterStats, max_age_s: float = 0.25
+    ) -> None:
+        self._settings = settings
+        self._stats = stats
+        self._clock = clock
+        self._max_age_s = max_age_s
+        self._budget = ProbeBudget()
+        self._snapshot: TableSnapshot | None = None
+        self._snapshot_s = 0.0
+        self._plans: dict[tuple[str, ...], Plan] = {}
+        self._present: dict[tuple[str, ...], Plan] = {}
+        self.table = RouterTable()
+        self.records: dict[tuple[str, ...], RunRecord] = {}
+        self.plan_changes = 0
+
+    def add_model(self, name: str, profile: Profile) -> None:
+        self.table.add_model(name, self._settings.models.index(name) + 1, profile)
+        self._snapshot = None
+
+    # ----------------------------------------------------------------------------------------------------- observing
+
+    def timing(self, holder: Holder, kind: str, timing: Timing, round_trip_s: float) -> None:
+        self.table.observe_timing(holder.model, holder.replica_id, timing, round_trip_s)
+        self._stats.add_step(holder.model, kind, timing)
+
+    def drafted(self, model: str, num_asked: int, num_drafted: int) -> None:
+        self.table.observe_draft(model, num_asked, num_drafted)
+        self._stats.draft_tokens[model] += num_drafted
+
+    def checked(self, lower: str, upper: str, num_checked: int, num_accepted: int) -> None:
+        self.table.observe_check(lower, upper, num_checked, num_accepted)
+        self._stats.add_check(lower, upper, num_accepted)
+
+    def record_round(self, plan: Plan, seconds: float, num_tokens: int) -> None:
+        record = self.records.setdefault(plan.chain, RunRecord())
+        record.seconds += seconds
+        record.tokens += num_tokens
+        record.rounds += 1
+
+    # ------------------------------------------------------------------------------------------------------ choosing
+
+    def plan(self, holders: Sequence[str], speculation: Speculation) -> Plan:
+        """The plan of the next round over models that hold the sequence (any order; the target is one)."""
+        models = tuple(name for name in self._settings.models if name in holders)
+        if speculation.mode == "off":
+            return Plan((models[-1],), (), 0.0)
+        if speculation.mode == "fixed":
+            return self._fixed(models, speculation.chain, speculation.windows)
+        if self._settings.policy == "fixed":
+            return self._fixed(models, self._settings.chain, self._settings.windows)
+        return self._adaptive(models)
+
+    def choose_probe(self, holders: Sequence[str], chain: Sequence[str], output_len: int) -> ProbePlan | None:
+        """The probe that goes beside this round, if any; counted."""
+        models = [name for name in self._settings.models if name in holders]
+        probe = choose_probe(self._budget, self.snapshot(), models, chain, output_len, self._settings.explore)
+        self._budget.record(probe)
+        return probe
+
+    @property
+    def explore_share(self) -> float:
+        return self._budget.probes / max(1, self._budget.rounds)
+
+    def snapshot(self) -> TableSnapshot:
+        """At most `max_age_s` old; plans made over an older one are forgotten."""
+        now = self._clock()
+        if self._snapshot is None or now - self._snapshot_s > self._max_age_s:
+            self._snapshot, self._snapshot_s = self.table.snapshot(), now
+            self._plans.clear()
+        return self._snapshot
+
+    def candidates(self) -> list[Plan]:
+        """Every chain of the models known so far with its best windows, fastest first."""
+        snapshot = self.snapshot()
+        models = [name for name in self._settings.models if name in snapshot.models]
+        if self._settings.target not in models:
+            return []
+        return Planner(snapshot, self._settings.max_window).candidates(models)
+
+    def _adaptive(self, models: tuple[str, ...]) -> Plan:
+        snapshot = self.snapshot()
+        if models not in self._plans:
+            best = Planner(snapshot, self._settings.max_window).candidates(models)[0]
+            present = self._present.get(models)
+            chosen = keep_or_change(snapshot, present, best)
+            self.plan_changes += present is not None and present.chain != chosen.chain
+            self._plans[models] = self._present[models] = chosen
+        return self._plans[models]
+
+    def _fixed(self, models: Sequence[str], chain: Sequence[str], windows: Sequence[int]) -> Plan:
+        """The wished chain without the levels that hold nothing; a level's window goes with it."""
+        kept = [i for i, name in enumerate(chain) if name in models]
+        names = tuple(chain[i] for i in kept)
+        if windows:
+            return Plan(names, tuple(windows[i] for i in kept[:-1]), 0.0)
+        key = ("fixed", *names)
+        snapshot = self.snapshot()
+        if key not in self._plans:
+            self._plans[key] = Planner(snapshot, self._settings.max_window).best(names)
+        return self._plans[key]

@@ -1,0 +1,81 @@
+"""A sequence as the round driver sees it: what is committed, who holds it, and the next key.
+
+Also the rules that end a request, applied to each committed token in order (design.md §3.5).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvstate.protocol import FinishReason, Key, Sampling
+
+
+@dataclass(slots=True)
+class Holder:
+    """A replica with this sequence; messages to it carry the tokens from `acked_len` on."""
+
+    model: str
+    replica_id: str
+    acked_len: int = 0
+    opened: bool = False
+
+
+@dataclass(slots=True)
+class RunningSequence:
+    """`tokens`: prompt and committed output. `holders` by model name; a lost one is taken out."""
+
+    seq: int
+    tokens: list[int]
+    prompt_len: int
+    sampling: Sampling
+    holders: dict[str, Holder]
+    epoch: int = 0
+    step: int = 0
+
+    def next_key(self) -> Key:
+        self.step += 1
+        return Key(self.epoch, self.step)
+
+    def begin_round(self) -> None:
+        self.epoch += 1
+
+    @property
+    def output_len(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """`max_tokens` output tokens at most; a token of `stop_ids` ends the output and is its last token."""
+
+    max_tokens: int
+    stop_ids: frozenset[int]
+
+    def cut(self, output_len: int, tokens: Sequence[int]) -> tuple[list[int], FinishReason | None]:
+        """The part of newly committed `tokens` that belongs to the output, given `output_len` tokens before them."""
+        kept: list[int] = []
+        for token in tokens:
+            kept.append(token)
+            if token in self.stop_ids:
+                return kept, FinishReason.STOP
+            if output_len + len(kept) >= self.max_tokens:
+                return kept, FinishReason.LENGTH
+        return kept, None
+
+
+@dataclass(slots=True)
+class TargetCounts:
+    """What happened at the target for one request; `histogram[k]`: checks that accepted k drafted tokens."""
+
+    checks: int = 0
+    draft_tokens: int = 0
+    accepted: int = 0
+    most_draft_tokens: int = 0
+    histogram: list[int] = field(default_factory=list)
+
+    def add(self, num_checked: int, num_accepted: int) -> None:
+        self.checks += 1
+        self.draft_tokens += num_checked
+        self.accepted += num_accepted
+        self.most_draft_tokens = max(self.most_draft_tokens, num_checked)
+        self.histogram.extend([0] * (num_accepted + 1 - len(self.histogram)))
+        self.histogram[num_accepted] += 1

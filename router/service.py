@@ -1,0 +1,388 @@
+"""The router without its sockets: requests come in, a task per request drives its rounds, tokens go out.
+
+Called on one event loop. It knows the ingresses, the coordinator and the replicas by name only (`Outbound`). Life of a
+request: queued (bounded) → admitted by the coordinator → prefill → rounds → finished; a lost target sends it back to
+admission as a new sequence that replaces the old one. Nothing here waits longer than the request's deadline.
+"""
+
+import asyncio
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvstate.protocol import (
+    Admit,
+    Admitted,
+    CancelRequest,
+    Committed,
+    CutRequest,
+    Delivered,
+    Drafted,
+    Failed,
+    Finish,
+    FinishReason,
+    Member,
+    Members,
+    Message,
+    Need,
+    OpenRequest,
+    Probed,
+    Resume,
+    SpecMetrics,
+    Verdict,
+)
+from router.driver import Commit, RoundDriver, TargetLost
+from router.links import Outbound, StepCalls
+from router.planner import Plan
+from router.planning import Planning, RouterSettings
+from router.sequence import Holder, Limits, RunningSequence, TargetCounts
+from router.stats import RouterStats
+from router.table import as_rows
+
+log = logging.getLogger(__name__)
+
+RETRY_AFTER_S = 1.0
+
+
+class Refused(Exception):
+    """The request ends with an error of this code (as in HTTP)."""
+
+    def __init__(self, code: int, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(code, message, retry_after_s)
+        self.code, self.message, self.retry_after_s = code, message, retry_after_s
+
+
+@dataclass(slots=True)
+class Request:
+    """One request of one ingress; `delivered` counts the output tokens sent to the client."""
+
+    ingress_id: str
+    message: OpenRequest
+    deadline_s: float
+    output: list[int]
+    counts: TargetCounts = field(default_factory=TargetCounts)
+    chain: tuple[str, ...] = ()
+    sequence: RunningSequence | None = None
+    task: asyncio.Task[None] | None = None
+    cut_len: int | None = None
+
+
+class RouterCore:
+    """All requests of one app. `generation` keeps its sequence ids apart from those of earlier routers."""
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        outbound: Outbound,
+        *,
+        generation: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settings = settings
+        self._outbound = outbound
+        self._generation = generation
+        self._clock = clock
+        self._ids = itertools.count(generation << 20)
+        self._requests: dict[str, Request] = {}
+        self._admissions: dict[int, tuple[Admit, asyncio.Future[Admitted]]] = {}
+        self._unsent: deque[Finish] = deque(maxlen=100_000)
+        self._calls = StepCalls(outbound)
+        self._members: dict[str, Member] = {}
+        self._probing: set[asyncio.Task[None]] = set()
+        self.stats = RouterStats()
+        self.planning = Planning(settings, clock, self.stats)
+
+    # ------------------------------------------------------------------------------------------------ what comes in
+
+    def on_ingress(self, ingress_id: str, message: Message) -> None:
+        match message:
+            case OpenRequest():
+                self._open(ingress_id, message)
+            case CutRequest(request_id, output_len) if request_id in self._requests:
+                self._requests[request_id].cut_len = output_len
+                self._cancel(request_id)
+            case CancelRequest(request_id):
+                self._cancel(request_id)
+
+    def ingress_lost(self, ingress_id: str) -> None:
+        """Its clients' connections broke with it, or it will re-open them as new requests."""
+        for request_id in [r for r, request in self._requests.items() if request.ingress_id == ingress_id]:
+            self._cancel(request_id)
+
+    def on_replica(self, message: Message) -> None:
+        """A reply of any replica; sequence and key say which step it answers."""
+        if isinstance(message, Drafted | Verdict | Probed | Need):
+            self._calls.resolve(message)
+
+    def replica_connected(self, replica_id: str) -> None:
+        """Nothing to do: holders are opened by the first message to them."""
+
+    def replica_lost(self, replica_id: str) -> None:
+        member = self._members.get(replica_id)
+        if member is not None:
+            self.stats.replica_losses[member.info.model] += 1
+            self.planning.table.remove_replica(member.info.model, replica_id)
+        self._calls.fail(replica_id)
+
+    def on_coordinator(self, message: Message) -> None:
+        match message:
+            case Admitted(seq=seq) if seq in self._admissions and not self._admissions[seq][1].done():
+                self._admissions[seq][1].set_result(message)
+            case Members(members=members):
+                self._update_members(members)
+
+    def coordinator_connected(self) -> None:
+        """Tell a new or returned coordinator what runs, what ended meanwhile and what waits, in that order."""
+        for request in self._requests.values():
+            if request.sequence is not None:
+                self._outbound.to_coordinator(self._resume(request.sequence, request.message.max_tokens))
+        while self._unsent and self._outbound.to_coordinator(self._unsent[0]):
+            self._unsent.popleft()
+        for admit, _ in self._admissions.values():
+            self._outbound.to_coordinator(admit)
+
+    def coordinator_lost(self) -> None:
+        """Running rounds go on; openings wait."""
+
+    async def close(self) -> None:
+        """Cancel every request and wait until they are gone."""
+        tasks = [r.task for r in self._requests.values() if r.task is not None]
+        for task in (*tasks, *self._probing):
+            task.cancel()
+        await asyncio.gather(*tasks, *self._probing, return_exceptions=True)
+
+    # ------------------------------------------------------------------------------------------------- what is shown
+
+    @property
+    def num_open(self) -> int:
+        return sum(request.sequence is not None for request in self._requests.values())
+
+    @property
+    def num_queued(self) -> int:
+        return len(self._requests) - self.num_open
+
+    @property
+    def members(self) -> list[Member]:
+        return list(self._members.values())
+
+    @property
+    def can_serve(self) -> bool:
+        return any(m.up and m.info.model == self._settings.target for m in self._members.values())
+
+    def table(self) -> dict[str, object]:
+        """GET /router/table (contracts.md §3)."""
+        rows = as_rows(self.planning.snapshot())
+        for row in rows["models"]:
+            row["replicas"] = [_replica_row(m) for m in self._members.values() if m.info.model == row["name"]]
+        candidates = self.planning.candidates()
+        best = candidates[0] if candidates else Plan((), (), 0.0)
+        return {
+            "chain": best.chain,
+            "windows": best.windows,
+            "generation": self._generation,
+            **rows,
+            "candidates": [self._candidate_row(plan) for plan in candidates],
+            "explore_share": self.planning.explore_share,
+        }
+
+    def _candidate_row(self, plan: Plan) -> dict[str, object]:
+        record = self.planning.records.get(plan.chain)
+        return {
+            "chain": plan.chain,
+            "windows": plan.windows,
+            "predicted_ms_per_token": plan.predicted_ms_per_token,
+            "measured_ms_per_token": record.ms_per_token if record else None,
+            "rounds": record.rounds if record else 0,
+        }
+
+    # --------------------------------------------------------------------------------------------------- one request
+
+    def _open(self, ingress_id: str, message: OpenRequest) -> None:
+        request = Request(ingress_id, message, self._clock() + message.deadline_s, list(message.delivered))
+        if self.num_queued >= self._settings.max_queue:
+            self._fail(request, Refused(429, "the queue is full: retry later", RETRY_AFTER_S))
+            return
+        if message.delivered:
+            self.stats.resumed_requests["router_lost"] += 1
+        self._requests[message.request_id] = request
+        request.task = asyncio.create_task(self._serve(request), name=f"request {message.request_id}")
+
+    def _cancel(self, request_id: str) -> None:
+        request = self._requests.get(request_id)
+        if request is not None and request.task is not None:
+            request.task.cancel()
+
+    async def _serve(self, request: Request) -> None:
+        try:
+            async with asyncio.timeout(max(0.0, request.deadline_s - self._clock())):
+                await self._run(request)
+            self.stats.requests["completed"] += 1
+        except TimeoutError:
+            self._fail(request, _too_late(request))
+        except Refused as refused:
+            self._fail(request, refused)
+        except Exception:
+            log.exception("request %s failed", request.message.request_id)
+            self._fail(request, Refused(500, "internal error"))
+        except asyncio.CancelledError:
+            self.stats.requests["cut" if request.cut_len is not None else "cancelled"] += 1
+            if request.cut_len is not None:
+                self._send_end(request)
+        finally:
+            del self._requests[request.message.request_id]
+
+    async def _run(self, request: Request) -> None:
+        replaces: int | None = None
+        while True:
+            request.sequence = sequence = await self._admitted(request, replaces)
+            try:
+                await self._generate(request, sequence)
+            except TargetLost:
+                self.stats.resumed_requests["target_lost"] += 1
+                request.sequence, replaces = None, sequence.seq
+                continue
+            except BaseException:
+                self._finish(sequence.seq)
+                raise
+            self._finish(sequence.seq)
+            return
+
+    async def _admitted(self, request: Request, replaces: int | None) -> RunningSequence:
+        """Waits for room; the caller's deadline bounds it."""
+        message = request.message
+        seq = next(self._ids)
+        admit = Admit(seq, len(message.prompt), len(message.prompt) + message.max_tokens, replaces)
+        future: asyncio.Future[Admitted] = asyncio.get_running_loop().create_future()
+        self._admissions[seq] = (admit, future)
+        self._outbound.to_coordinator(admit)  # if it is away, coordinator_connected sends it again
+        try:
+            answer = await future
+        except BaseException:
+            self._finish(seq)
+            raise
+        finally:
+            del self._admissions[seq]
+        if answer.refusal is not None:
+            raise Refused(503, answer.refusal, RETRY_AFTER_S)
+        holders = {model: Holder(model, replica_id) for model, replica_id in answer.holders.items()}
+        tokens = [*message.prompt, *request.output]
+        return RunningSequence(seq, tokens, len(message.prompt), message.sampling, holders)
+
+    async def _generate(self, request: Request, sequence: RunningSequence) -> None:
+        limits = Limits(request.message.max_tokens, frozenset(request.message.stop_ids))
+        driver = RoundDriver(
+            sequence,
+            limits,
+            self._calls,
+            self._outbound,
+            self.planning,
+            clock=self._clock,
+            step_timeout_s=self._settings.step_timeout_s,
+            counts=request.counts,
+        )
+        plan = self._plan(request, sequence)
+        commit = await driver.prefill(self._settings.target, plan.chain[:-1])
+        self._deliver(request, sequence, commit)
+        while commit.finish_reason is None:
+            plan = self._plan(request, sequence)
+            self._start_probe(driver, plan)
+            started_s = self._clock()
+            commit = await driver.round(plan)
+            self._count_round(plan, self._clock() - started_s, len(commit.tokens))
+            self._deliver(request, sequence, commit)
+
+    def _plan(self, request: Request, sequence: RunningSequence) -> Plan:
+        plan = self.planning.plan(tuple(sequence.holders), request.message.speculation)
+        request.chain = plan.chain
+        return plan
+
+    def _count_round(self, plan: Plan, seconds: float, num_tokens: int) -> None:
+        self.stats.rounds += 1
+        self.stats.round_s += seconds
+        self.stats.chain_rounds[plan.chain] += 1
+        self.planning.record_round(plan, seconds, num_tokens)
+
+    def _deliver(self, request: Request, sequence: RunningSequence, commit: Commit) -> None:
+        if not commit.tokens:
+            return
+        from_index, from_len = len(request.output), len(sequence.tokens) - len(commit.tokens)
+        request.output.extend(commit.tokens)
+        self.stats.committed_tokens += len(commit.tokens)
+        metrics = self._metrics(request) if commit.finish_reason is not None else None
+        tokens = tuple(commit.tokens)
+        delivered = Delivered(request.message.request_id, from_index, tokens, commit.finish_reason, metrics)
+        self._outbound.to_ingress(request.ingress_id, delivered)
+        self._outbound.to_coordinator(Committed(sequence.seq, sequence.epoch, from_len, tokens))
+
+    def _send_end(self, request: Request) -> None:
+        """After a cut by the ingress: no more tokens, the counts."""
+        assert request.cut_len is not None
+        end = Delivered(request.message.request_id, request.cut_len, (), FinishReason.STOP, self._metrics(request))
+        self._outbound.to_ingress(request.ingress_id, end)
+
+    def _metrics(self, request: Request) -> SpecMetrics:
+        c = request.counts
+        histogram = tuple(c.histogram)
+        return SpecMetrics(c.checks, c.draft_tokens, c.accepted, histogram, c.most_draft_tokens, request.chain)
+
+    def _fail(self, request: Request, refused: Refused) -> None:
+        self.stats.requests[str(refused.code)] += 1
+        message = Failed(request.message.request_id, refused.code, refused.message, retry_after_s=refused.retry_after_s)
+        self._outbound.to_ingress(request.ingress_id, message)
+
+    # ----------------------------------------------------------------------------------------- probes and membership
+
+    def _start_probe(self, driver: RoundDriver, plan: Plan) -> None:
+        sequence = driver.sequence
+        probe = self.planning.choose_probe(tuple(sequence.holders), plan.chain, sequence.output_len)
+        if probe is not None:
+            self.stats.probes += 1
+            task = asyncio.create_task(self._probe(driver, probe.models, probe.count))
+            self._probing.add(task)
+            task.add_done_callback(self._probing.discard)
+
+    async def _probe(self, driver: RoundDriver, models: tuple[str, ...], num_positions: int) -> None:
+        """Samples at the last committed positions, beside the round; never delays it and never fails it."""
+        committed = driver.sequence.tokens[-num_positions:]
+        replies = await asyncio.gather(*(driver.probe(model, num_positions) for model in models))
+        samples = {m: list(r.samples) for m, r in zip(models, replies, strict=True) if r is not None}
+        if samples:
+            self.planning.table.observe_probe({**samples, self._settings.target: committed})
+
+    def _update_members(self, members: tuple[Member, ...]) -> None:
+        for member in members:
+            if member.up:
+                self.planning.add_model(member.info.model, member.info.profile)
+        self._members = {member.info.replica_id: member for member in members}
+
+    def _finish(self, seq: int) -> None:
+        if not self._outbound.to_coordinator(Finish(seq)):
+            self._unsent.append(Finish(seq))
+
+    def _resume(self, sequence: RunningSequence, max_tokens: int) -> Resume:
+        holders = {model: holder.replica_id for model, holder in sequence.holders.items()}
+        max_len = sequence.prompt_len + max_tokens
+        return Resume(sequence.seq, sequence.epoch, tuple(sequence.tokens), max_len, holders)
+
+
+def _too_late(request: Request) -> Refused:
+    if request.sequence is None:
+        return Refused(503, "no target replica had room before the deadline", RETRY_AFTER_S)
+    return Refused(408, "the request's deadline passed")
+
+
+def _replica_row(member: Member) -> dict[str, object]:
+    info = member.info
+    total = info.num_blocks * info.block_tokens
+    used = total - member.free_blocks * info.block_tokens
+    return {
+        "id": info.replica_id,
+        "node": info.node,
+        "sequences": member.sequences,
+        "kv_used_tokens": used,
+        "kv_total_tokens": total,
+        "up": member.up,
+    }
