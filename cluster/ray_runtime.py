@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -71,9 +72,11 @@ def joins_cluster() -> bool:
 def ray_runtime(app: str, host: str, port: int, root: Path) -> Iterator[RayRuntime]:
     """Ray and Serve ready at host:port; `root` is the folder that worker processes import from.
 
-    Raises PreflightError when the port is taken, no cluster answers, or a Serve is there with another host or port.
+    Raises PreflightError when the port is taken, no cluster answers, or a Serve is there with another host or port,
+    or with an app of this name: it belongs to someone else, and is neither replaced nor removed.
     """
     joined = joins_cluster()
+    owned = False
     if not joined:
         check_port(host, port)
     with _own_environment(root) if not joined else contextlib.nullcontext():
@@ -81,9 +84,11 @@ def ray_runtime(app: str, host: str, port: int, root: Path) -> Iterator[RayRunti
             logging.getLogger("ray.serve").setLevel(logging.WARNING)
             _join(root) if joined else _start()
             _start_serve(host, port)
+            _refuse_present(app)
+            owned = True
             yield RayRuntime(joined)
         finally:
-            _leave(app)
+            _leave(app if owned else None)
 
 
 def connect(root: Path) -> None:
@@ -162,11 +167,27 @@ def _start_serve(host: str, port: int) -> None:
     )
 
 
-def _leave(app: str) -> None:
-    """Goes on to the next step when one fails: nothing is to stay behind. An own Ray ends with the disconnection."""
+def _refuse_present(app: str) -> None:
+    """Whatever its state: an app that failed or is going is still someone's."""
+    present = _within(_START_S, "looking for apps", lambda: serve.status().applications)
+    if app in present:
+        raise PreflightError(
+            f"an app named {app} is there already ({present[app].status.value}): "
+            "set another name in the config, or remove that app first"
+        )
+
+
+def _leave(app: str | None) -> None:
+    """Goes on to the next step when one fails: nothing is to stay behind. An own Ray ends with the disconnection.
+
+    `app` is None where this process deployed none.
+    """
     if not ray.is_initialized():
         return
-    for what, step in ((f"removing app {app}", lambda: _delete_app(app)), ("disconnecting from Ray", ray.shutdown)):
+    steps: list[tuple[str, Callable[[], None]]] = [("disconnecting from Ray", ray.shutdown)]
+    if app is not None:
+        steps.insert(0, (f"removing app {app}", partial(_delete_app, app)))
+    for what, step in steps:
         try:
             _within(_STOP_S, what, step)
         except Exception as error:  # noqa: BLE001 - whatever it is, the next step must run

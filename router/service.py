@@ -45,6 +45,7 @@ from router.table import as_rows
 log = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1.0
+CONNECT_S = 3.0
 
 
 class Refused(Exception):
@@ -90,6 +91,8 @@ class RouterCore:
         self._admissions: dict[int, tuple[Admit, asyncio.Future[Admitted]]] = {}
         self._unsent: deque[Finish] = deque(maxlen=100_000)
         self._calls = StepCalls(outbound)
+        self._connected: set[str] = set()
+        self._connections = asyncio.Event()
         self._members: dict[str, Member] = {}
         self._probing: set[asyncio.Task[None]] = set()
         self.stats = RouterStats()
@@ -118,9 +121,12 @@ class RouterCore:
             self._calls.resolve(message)
 
     def replica_connected(self, replica_id: str) -> None:
-        """Nothing to do: holders are opened by the first message to them."""
+        self._connected.add(replica_id)
+        self._connections.set()
 
     def replica_lost(self, replica_id: str) -> None:
+        """Its stream broke. Steps under way there end with ReplicaLost."""
+        self._connected.discard(replica_id)
         member = self._members.get(replica_id)
         if member is not None:
             self.stats.replica_losses[member.info.model] += 1
@@ -239,6 +245,7 @@ class RouterCore:
         while True:
             request.sequence = sequence = await self._admitted(request, replaces)
             try:
+                await self._until_connected(sequence.holders[self._settings.target].replica_id)
                 await self._generate(request, sequence)
             except TargetLost:
                 self.stats.resumed_requests["target_lost"] += 1
@@ -270,6 +277,16 @@ class RouterCore:
         holders = {model: Holder(model, replica_id) for model, replica_id in answer.holders.items()}
         tokens = [*message.prompt, *request.output]
         return RunningSequence(seq, tokens, len(message.prompt), message.sampling, holders)
+
+    async def _until_connected(self, replica_id: str) -> None:
+        """A replica can be admitted to before the stream to it is open. Raises TargetLost when it stays shut."""
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                while replica_id not in self._connected:
+                    self._connections.clear()
+                    await self._connections.wait()
+        except TimeoutError:
+            raise TargetLost(replica_id) from None
 
     async def _generate(self, request: Request, sequence: RunningSequence) -> None:
         limits = Limits(request.message.max_tokens, frozenset(request.message.stop_ids))

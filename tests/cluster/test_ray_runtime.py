@@ -43,7 +43,7 @@ try:
         file = serve.run(Where.bind(), name=app, route_prefix=f"/{app}").remote().result(timeout_s=30)
         print(json.dumps({"app": app, "joined": runtime.joined, "cpus": runtime.nodes()[0].cpus, "file": file}))
         if app == "first":
-            print("\\n".join(second("second", port) + second("third", port + 1)))
+            print("\\n".join(second("second", port) + second("third", port + 1) + second("first", port)))
             print(json.dumps({"apps": sorted(serve.status().applications)}))
 except PreflightError as error:
     print(json.dumps({"refused": str(error)}))
@@ -123,16 +123,17 @@ def test_own_ray_is_left_without_a_trace_and_a_given_one_outlives_the_app(tmp_pa
     command = [sys.executable, str(script), "first", str(free_port), str(ROOT)]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=110)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(lines) == 7, done.stdout + done.stderr
-    first, second, second_end, refused, third_end, apps, first_end = lines
+    assert len(lines) == 9, done.stdout + done.stderr
+    first, second, second_end, refused, third_end, taken, taken_end, apps, first_end = lines
     assert (first["app"], first["joined"], first["file"]) == ("first", False, f"{ROOT}/kvstate/protocol.py")
     assert first["cpus"] == available_cpus()
     assert (second["app"], second["joined"]) == ("second", True)
     assert second["file"].endswith("/kvstate/protocol.py")
     assert f"127.0.0.1:{free_port}," in refused["refused"]
     assert f"127.0.0.1:{free_port + 1}:" in refused["refused"]
-    assert apps == {"apps": ["first"]}
-    assert [end["up"] for end in (second_end, third_end, first_end)] == [False, False, False]
+    assert "an app named first is there already (RUNNING)" in taken["refused"]
+    assert apps == {"apps": ["first"]}, "the refused process removed what is not its own"
+    assert [end["up"] for end in (second_end, third_end, taken_end, first_end)] == [False] * 4
     assert not (tmp_path / ".ray").exists()
     assert _processes_naming(str(tmp_path)) == []
 

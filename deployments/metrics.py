@@ -1,0 +1,87 @@
+"""`RouterStats` and the membership as Prometheus text (contracts.md §6). Collected when asked; labels are bounded."""
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
+
+from router.service import RouterCore
+
+PREFIX = "specrelay_"
+
+
+class RouterMetrics:
+    """A collector over one router core."""
+
+    def __init__(self, core: RouterCore) -> None:
+        self._core = core
+        self._registry = CollectorRegistry()
+        self._registry.register(self)  # type: ignore[arg-type]
+
+    def text(self) -> str:
+        return generate_latest(self._registry).decode()
+
+    def collect(self) -> Iterable[Metric]:
+        yield from self._counters()
+        yield from self._summaries()
+        yield from self._gauges()
+
+    def _counters(self) -> Iterable[Metric]:
+        s = self._core.stats
+        yield _counter("requests", ["outcome"], {(k,): v for k, v in s.requests.items()})
+        yield _counter("rounds", [], {(): s.rounds})
+        yield _counter("committed_tokens", [], {(): s.committed_tokens})
+        yield _counter("draft_tokens", ["model"], {(k,): v for k, v in s.draft_tokens.items()})
+        yield _counter("accepted_tokens", ["lower", "upper"], s.accepted_tokens)
+        positions = {(str(k),): v for k, v in s.accepted_at_position.items()}
+        yield _counter("accepted_at_position", ["position"], positions)
+        yield _counter("replica_losses", ["model"], {(k,): v for k, v in s.replica_losses.items()})
+        yield _counter("resumed_requests", ["cause"], {(k,): v for k, v in s.resumed_requests.items()})
+        yield _counter("plan_changes", [], {(): self._core.planning.plan_changes})
+
+    def _summaries(self) -> Iterable[Metric]:
+        s = self._core.stats
+        steps = SummaryMetricFamily(PREFIX + "step_seconds", "time in batches per step", labels=["model", "kind"])
+        for key, seconds in s.step_busy_s.items():
+            steps.add_metric(list(key), count_value=s.steps[key], sum_value=seconds)
+        yield steps
+        rounds = SummaryMetricFamily(PREFIX + "round_seconds", "from drafting to the target's verdict", labels=[])
+        rounds.add_metric([], count_value=s.rounds, sum_value=s.round_s)
+        yield rounds
+
+    def _gauges(self) -> Iterable[Metric]:
+        core = self._core
+        yield _gauge("open_sequences", [], {(): core.num_open})
+        yield _gauge("queued_requests", [], {(): core.num_queued})
+        pairs = core.planning.snapshot().pairs
+        yield _gauge("pair_acceptance", ["lower", "upper"], {k: p.acceptance for k, p in pairs.items()})
+        yield _gauge("pair_divergence", ["lower", "upper"], {k: p.divergence for k, p in pairs.items()})
+        rounds = max(1, core.stats.rounds)
+        shares = {("→".join(chain),): n / rounds for chain, n in core.stats.chain_rounds.items()}
+        yield _gauge("chain_share", ["chain"], shares)
+        yield from self._kv_gauges()
+
+    def _kv_gauges(self) -> Iterable[Metric]:
+        used: dict[tuple[str, ...], float] = {}
+        total: dict[tuple[str, ...], float] = {}
+        for member in self._core.members:
+            info, key = member.info, (member.info.model,)
+            if member.up:
+                used[key] = used.get(key, 0) + (info.num_blocks - member.free_blocks) * info.block_tokens
+                total[key] = total.get(key, 0) + info.num_blocks * info.block_tokens
+        yield _gauge("kv_used_tokens", ["model"], used)
+        yield _gauge("kv_total_tokens", ["model"], total)
+
+
+def _counter(name: str, labels: list[str], values: dict[tuple[str, ...], int]) -> Metric:
+    family = CounterMetricFamily(PREFIX + name, name.replace("_", " "), labels=labels)
+    for key, value in values.items():
+        family.add_metric(list(key), value)
+    return family
+
+
+def _gauge(name: str, labels: list[str], values: dict[tuple[str, ...], float]) -> Metric:
+    family = GaugeMetricFamily(PREFIX + name, name.replace("_", " "), labels=labels)
+    for key, value in values.items():
+        family.add_metric(list(key), value)
+    return family

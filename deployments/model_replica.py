@@ -1,0 +1,125 @@
+"""One replica of one model: an engine in a thread of its own, a gRPC server for the router, a stream to the coordinator."""
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import Mapping, Sequence
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from cluster.config import AppConfig, EmulatedModel, parse_config, parse_emulate
+from cluster.dialer import Dialer
+from cluster.frames import AnyMessage
+from cluster.stream import Stream
+from cluster.transport import serve as serve_streams
+from deployments.backends import build_backend, emulate_spec
+from deployments.streams import Callbacks, endpoint, node_address
+from kvstate.protocol import Message, Profile, Register, ReplicaInfo
+from models.backend import Backend
+from models.emulated import EmulatedBackend
+from models.engine import Engine
+
+log = logging.getLogger(__name__)
+
+REPORT_S = 1.0
+CONTROL_S = 30.0
+
+
+class EngineError(Exception):
+    """The engine's thread ended: Serve restarts the replica."""
+
+
+class ModelReplica:
+    """Serve starts it, asks after its health and restarts it; tokens pass over gRPC only."""
+
+    async def __init__(self, data: Mapping[str, object], model: str, coordinator: DeploymentHandle) -> None:
+        config = parse_config(data, str(data.get("name", "app")))
+        self._model = next(m for m in config.models if m.name == model)
+        self._is_target = config.target.name == model
+        self._loop = asyncio.get_running_loop()
+        self._backend = await asyncio.to_thread(build_backend, config, model)
+        self._engine = Engine(self._backend, self._deliver, lease_s=config.kv.lease_s)
+        profile = await asyncio.to_thread(self._engine.profile)
+        self._thread = threading.Thread(target=self._engine.run, name="engine", daemon=True)
+        self._thread.start()
+        await self._connect(config, coordinator, profile)
+
+    async def _connect(self, config: AppConfig, coordinator: DeploymentHandle, profile: Profile) -> None:
+        replica_id = serve.get_replica_context().replica_tag
+        own = endpoint("replica", replica_id, config.security.stream_token_env)
+        self._server = await serve_streams(own, node_address(), 0, self._accept)
+        self._info = _describe(
+            self._backend, replica_id, self._model.name, f"{node_address()}:{self._server.port}", profile
+        )
+        self._dialer = Dialer(own, lambda: coordinator.endpoint.remote(), self._register)
+        self._dialer.start()
+        self._reporting = asyncio.create_task(self._report())
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+    async def stats(self) -> dict[str, int]:
+        """Counts of the engine (`EngineStats`), for benchmarks."""
+        stats = self._engine.stats
+        return {name: getattr(stats, name) for name in stats.__slots__}
+
+    def reconfigure(self, user_config: Mapping[str, object]) -> None:
+        """`emulate:` values changed while it runs (contracts.md §4)."""
+        if not user_config:
+            return
+        assert isinstance(self._backend, EmulatedBackend), "only emulated models have a user_config"
+        assert isinstance(self._model, EmulatedModel)
+        values = {**self._model.emulate.model_dump(), **user_config}
+        spec = emulate_spec(parse_emulate(values, self._model.name, self._is_target))
+        backend = self._backend
+        self._engine.control(lambda: backend.update(spec))
+
+    def check_health(self) -> None:
+        if not self._thread.is_alive():
+            raise EngineError(f"the engine of {self._model.name} has stopped")
+
+    # ------------------------------------------------------------------------------------------------------- streams
+
+    def _accept(self, stream: Stream) -> Callbacks:
+        return Callbacks(lambda message: self._submit(stream, message), lambda: None)
+
+    def _register(self, stream: Stream) -> Callbacks:
+        """The coordinator, reached for the first time or again: say who this is and what it holds."""
+        self._engine.control(lambda: self._deliver([(stream, Register(self._info, self._engine.held()))]))
+        return Callbacks(lambda message: self._submit(stream, message), lambda: None)
+
+    def _submit(self, stream: Stream, message: AnyMessage) -> None:
+        self._engine.submit(stream, [message])  # type: ignore[list-item]
+
+    def _deliver(self, replies: Sequence[tuple[object, Message]]) -> None:
+        """Called on the engine's thread, once per step."""
+        self._loop.call_soon_threadsafe(_send_all, list(replies))
+
+    async def _report(self) -> None:
+        while True:
+            await asyncio.sleep(REPORT_S)
+            stream = self._dialer.stream
+            if stream is not None and stream.is_open:
+                self._engine.control(lambda s=stream: self._deliver([(s, self._engine.report())]))  # type: ignore[misc]
+
+
+def _send_all(replies: Sequence[tuple[object, Message]]) -> None:
+    for stream, message in replies:
+        assert isinstance(stream, Stream)
+        stream.send(message)  # type: ignore[arg-type]
+
+
+def _describe(backend: Backend, replica_id: str, model: str, address: str, profile: Profile) -> ReplicaInfo:
+    return ReplicaInfo(
+        replica_id,
+        model,
+        node_address(),
+        address,
+        backend.vocabulary,
+        backend.context_len,
+        backend.block_tokens,
+        backend.num_blocks,
+        profile,
+    )

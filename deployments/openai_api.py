@@ -1,0 +1,149 @@
+"""OpenAI's request bodies as far as they are served, and its error shape.
+
+A field of OpenAI's API that is not served yet is refused by name, never ignored; so is an unknown one.
+"""
+
+import json
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from cluster.config import AppConfig
+
+NOT_SERVED = frozenset(
+    "audio best_of echo frequency_penalty function_call functions grammar guided_json ignore_eos logit_bias logprobs"
+    " metadata min_p min_tokens modalities parallel_tool_calls prediction presence_penalty reasoning_effort"
+    " repetition_penalty response_format service_tier stop_token_ids store suffix tool_choice tools top_logprobs"
+    " verbosity web_search_options".split()
+)
+TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+B = TypeVar("B", bound="Generation")
+
+
+class ApiError(Exception):
+    """An answer in OpenAI's error shape."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, retry_after_s: float | None = None) -> None:
+        super().__init__(status, message, param, retry_after_s)
+        self.status, self.message, self.param, self.retry_after_s = status, message, param, retry_after_s
+
+    def body(self) -> dict[str, object]:
+        kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+
+
+class SpeculationBody(Body):
+    mode: Literal["auto", "off", "fixed"] = "auto"
+    chain: list[str] = []
+    windows: list[Annotated[int, Field(ge=1)]] = []
+
+
+class Message(Body):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str
+    name: str | None = None
+
+
+class Generation(Body):
+    """What chat and plain completions share."""
+
+    model: str
+    temperature: Annotated[float, Field(ge=0.0, le=100.0, strict=False)] | None = None
+    top_p: Annotated[float, Field(gt=0.0, le=1.0, strict=False)] | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    seed: int | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    n: Literal[1] = 1
+    stop: str | list[str] | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    speculation: SpeculationBody = SpeculationBody()
+    include_spec_metrics: bool = False
+
+    @property
+    def stops(self) -> list[str]:
+        given = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return [text for text in given if text]
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        return self.max_tokens
+
+
+class ChatBody(Generation):
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+
+class CompletionBody(Generation):
+    prompt: str | list[Annotated[int, Field(ge=0)]]
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        return 16 if self.max_tokens is None else self.max_tokens
+
+
+def parse_body(raw: bytes, kind: type[B], config: AppConfig) -> B:
+    """Raises ApiError naming the field."""
+    if len(raw) > config.http.max_body_bytes:
+        raise ApiError(413, f"the body has more than {config.http.max_body_bytes} bytes (http.max_body_bytes)")
+    try:
+        data = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise ApiError(400, "the body must be a JSON object")
+    present = {key: value for key, value in data.items() if value is not None}
+    for name in sorted(NOT_SERVED.intersection(present)):
+        raise ApiError(400, f"{name} is not supported yet", name)
+    body = _validated(kind, present)
+    if body.model != config.served_model_id:
+        raise ApiError(
+            404, f"the model {body.model!r} does not exist; this server has {config.served_model_id!r}", "model"
+        )
+    _check_speculation(body.speculation, config)
+    return body
+
+
+def _validated(kind: type[B], data: dict[str, Any]) -> B:
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        param = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or part in data or part.islower())
+        if first["type"] == "extra_forbidden":
+            raise ApiError(400, f"unknown field {param}", param) from None
+        raise ApiError(400, f"{param}: {first['msg']}", param) from None
+
+
+def _check_speculation(wish: SpeculationBody, config: AppConfig) -> None:
+    names = [model.name for model in config.models]
+    if wish.mode != "fixed":
+        if wish.chain or wish.windows:
+            raise ApiError(400, "speculation.chain and windows need mode fixed", "speculation.mode")
+        return
+    if not wish.chain or wish.chain[-1] != names[-1] or any(name not in names for name in wish.chain):
+        raise ApiError(
+            400, f"speculation.chain must end with {names[-1]!r} and name models of {names}", "speculation.chain"
+        )
+    if [n for n in names if n in wish.chain] != wish.chain:
+        raise ApiError(400, "speculation.chain must go from cheapest to target, each once", "speculation.chain")
+    if wish.windows and len(wish.windows) != len(wish.chain) - 1:
+        raise ApiError(
+            400, "speculation.windows must have one window less than chain has models", "speculation.windows"
+        )

@@ -1,0 +1,110 @@
+"""The router as a Serve deployment of one replica: streams around `RouterCore`."""
+
+import asyncio
+import os
+
+from ray.serve.handle import DeploymentHandle
+
+from cluster.dialer import Dialer
+from cluster.frames import AnyMessage
+from cluster.stream import Stream
+from cluster.transport import serve
+from deployments.metrics import RouterMetrics
+from deployments.streams import Callbacks, endpoint, new_generation, node_address
+from kvstate.protocol import Members, Message
+from router.planning import RouterSettings
+from router.service import RouterCore
+
+
+class Router:
+    """Ingresses dial it; it dials the coordinator and every replica that the coordinator names."""
+
+    async def __init__(self, settings: dict[str, object], coordinator: DeploymentHandle, token_env: str | None) -> None:
+        generation = new_generation()
+        self._own = endpoint("router", f"router-{generation}", token_env, generation)
+        self._ingresses: dict[str, Stream] = {}
+        self._replicas: dict[str, Dialer] = {}
+        self._core = RouterCore(RouterSettings(**settings), self, generation=generation)  # type: ignore[arg-type]
+        self._metrics = RouterMetrics(self._core)
+        self._server = await serve(self._own, node_address(), 0, self._accept)
+        self._coordinator = Dialer(self._own, lambda: coordinator.endpoint.remote(), self._coordinator_stream)
+        self._coordinator.start()
+
+    async def endpoint(self) -> str:
+        """host:port of its gRPC server."""
+        return f"{node_address()}:{self._server.port}"
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+    async def table(self) -> dict[str, object]:
+        """GET /router/table."""
+        return self._core.table()
+
+    async def can_serve(self) -> bool:
+        return self._core.can_serve
+
+    async def metrics_text(self) -> str:
+        """GET /metrics: the whole app's."""
+        return self._metrics.text()
+
+    # ------------------------------------------------------------------------------------------------------ Outbound
+
+    def to_replica(self, replica_id: str, message: Message) -> bool:
+        dialer = self._replicas.get(replica_id)
+        return _send(dialer.stream if dialer is not None else None, message)
+
+    def to_coordinator(self, message: Message) -> bool:
+        return _send(self._coordinator.stream, message)
+
+    def to_ingress(self, ingress_id: str, message: Message) -> bool:
+        return _send(self._ingresses.get(ingress_id), message)
+
+    # ------------------------------------------------------------------------------------------------------- streams
+
+    def _accept(self, stream: Stream) -> Callbacks:
+        name = stream.peer.id
+        self._ingresses[name] = stream
+        return Callbacks(lambda m: self._core.on_ingress(name, m), lambda: self._ingress_gone(name, stream))
+
+    def _ingress_gone(self, name: str, stream: Stream) -> None:
+        if self._ingresses.get(name) is stream:
+            del self._ingresses[name]
+            self._core.ingress_lost(name)
+
+    def _coordinator_stream(self, stream: Stream) -> Callbacks:
+        asyncio.get_running_loop().call_soon(self._core.coordinator_connected)
+        return Callbacks(self._from_coordinator, self._core.coordinator_lost)
+
+    def _from_coordinator(self, message: AnyMessage) -> None:
+        if isinstance(message, Members):
+            self._dial_members(message)
+        self._core.on_coordinator(message)
+
+    def _dial_members(self, message: Members) -> None:
+        up = {m.info.replica_id: m.info.address for m in message.members if m.up}
+        for gone in self._replicas.keys() - up.keys():
+            dialer = self._replicas.pop(gone)
+            asyncio.get_running_loop().create_task(dialer.stop())
+            self._core.replica_lost(gone)
+        for replica_id in up.keys() - self._replicas.keys():
+            self._replicas[replica_id] = self._dial(replica_id, up[replica_id])
+
+    def _dial(self, replica_id: str, address: str) -> Dialer:
+        async def resolve() -> str:
+            return address
+
+        def handler(_: Stream) -> Callbacks:
+            asyncio.get_running_loop().call_soon(self._core.replica_connected, replica_id)
+            return Callbacks(self._core.on_replica, lambda: self._core.replica_lost(replica_id))
+
+        dialer = Dialer(self._own, resolve, handler)
+        dialer.start()
+        return dialer
+
+
+def _send(stream: Stream | None, message: Message) -> bool:
+    if stream is None or not stream.is_open:
+        return False
+    stream.send(message)  # type: ignore[arg-type]
+    return True
