@@ -52,7 +52,7 @@ def _router_settings(config: AppConfig, names: list[str]) -> dict[str, object]:
 
 
 def _one(cls: type) -> Any:
-    """A deployment of one replica that takes no CPU from the models. (Serve types its decorator only as a decorator.)"""
+    """A deployment of one replica that takes no CPU from the models (Any: Serve types only the decorator's use)."""
     return serve.deployment(**_options(cls.__name__, 1), ray_actor_options={"num_cpus": 0})(cls)
 
 

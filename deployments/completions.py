@@ -1,7 +1,6 @@
-"""Between OpenAI's bodies and the router's messages: prompts to tokens, committed tokens to text, parts to chunks."""
+"""From OpenAI's bodies to the router's messages, and from committed tokens to text cut at stop strings."""
 
 import secrets
-import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -29,6 +28,7 @@ class Translator:
     config: AppConfig
     tokenizer: Tokenizer
     context_len: int
+    vocabulary_len: int
 
     def open_request(self, body: ChatBody | CompletionBody) -> OpenRequest:
         """Raises ApiError for a prompt that is empty or too long."""
@@ -36,13 +36,16 @@ class Translator:
         http = self.config.http
         if not prompt:
             raise ApiError(400, f"{param} is empty", param)
+        if max(prompt) >= self.vocabulary_len:
+            raise ApiError(400, f"{param}: token ids end at {self.vocabulary_len - 1}", param)
         if http.max_prompt_tokens is not None and len(prompt) > http.max_prompt_tokens:
             raise ApiError(400, f"the prompt has {len(prompt)} tokens, more than {http.max_prompt_tokens}", param)
         rest = self.context_len - len(prompt)
         wanted = body.wanted_tokens
         if rest < 1 or (wanted is not None and wanted > rest):
             asked = "" if wanted is None else f" and max_tokens asks for {wanted}"
-            raise ApiError(400, f"the prompt has {len(prompt)} tokens{asked}: the context is {self.context_len}", param)
+            fault = "max_tokens" if wanted is not None and rest >= 1 else param
+            raise ApiError(400, f"the prompt has {len(prompt)} tokens{asked}: the context is {self.context_len}", fault)
         sampling = Sampling(
             1.0 if body.temperature is None else body.temperature,
             body.top_k or 0,
@@ -114,64 +117,3 @@ def _held_back(text: str, stops: list[str]) -> int:
     longest = max((len(stop) for stop in stops), default=1) - 1
     sizes = range(min(longest, len(text)), 0, -1)
     return next((n for n in sizes if any(stop.startswith(text[-n:]) for stop in stops)), 0)
-
-
-def spec_metrics(metrics: SpecMetrics) -> dict[str, object]:
-    """contracts.md §3."""
-    rate = metrics.accepted_draft_tokens / metrics.draft_tokens if metrics.draft_tokens else 0.0
-    return {
-        "speculative_decoding": {
-            "mean_acceptance_length": 1 + metrics.accepted_draft_tokens / max(1, metrics.rounds),
-            "draft_acceptance_rate": rate,
-            "num_spec_steps": metrics.rounds,
-            "num_spec_tokens": metrics.most_draft_tokens,
-            "num_draft_tokens": metrics.draft_tokens,
-            "num_accepted_draft_tokens": metrics.accepted_draft_tokens,
-            "acceptance_histogram": list(metrics.histogram),
-            "chain": list(metrics.chain),
-            "rounds": metrics.rounds,
-        }
-    }
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """How one answer is written: chat or plain completion, whole or in chunks."""
-
-    id: str
-    created: int
-    model: str
-    is_chat: bool
-
-    @classmethod
-    def new(cls, model: str, is_chat: bool) -> "Shape":
-        prefix = "chatcmpl-" if is_chat else "cmpl-"
-        return cls(prefix + secrets.token_hex(12), int(time.time()), model, is_chat)
-
-    def chunk(self, text: str, reason: FinishReason | None, first: bool) -> dict[str, object]:
-        choice: dict[str, object] = {"index": 0, "finish_reason": reason, "logprobs": None}
-        if self.is_chat:
-            choice["delta"] = ({"role": "assistant"} if first else {}) | ({"content": text} if text or first else {})
-        else:
-            choice["text"] = text
-        return self._head("chat.completion.chunk" if self.is_chat else "text_completion") | {"choices": [choice]}
-
-    def usage_chunk(self, usage: dict[str, int]) -> dict[str, object]:
-        head = self._head("chat.completion.chunk" if self.is_chat else "text_completion")
-        return head | {"choices": [], "usage": usage}
-
-    def whole(self, text: str, reason: FinishReason | None, usage: dict[str, int]) -> dict[str, object]:
-        choice: dict[str, object] = {"index": 0, "finish_reason": reason, "logprobs": None}
-        choice |= {"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}
-        return self._head("chat.completion" if self.is_chat else "text_completion") | {
-            "choices": [choice],
-            "usage": usage,
-        }
-
-    def _head(self, kind: str) -> dict[str, object]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
-
-
-def usage_of(message: OpenRequest, output_len: int) -> dict[str, int]:
-    prompt = len(message.prompt)
-    return {"prompt_tokens": prompt, "completion_tokens": output_len, "total_tokens": prompt + output_len}

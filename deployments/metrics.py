@@ -1,6 +1,7 @@
 """`RouterStats` and the membership as Prometheus text (contracts.md §6). Collected when asked; labels are bounded."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
@@ -16,7 +17,7 @@ class RouterMetrics:
     def __init__(self, core: RouterCore) -> None:
         self._core = core
         self._registry = CollectorRegistry()
-        self._registry.register(self)  # type: ignore[arg-type]
+        self._registry.register(self)
 
     def text(self) -> str:
         return generate_latest(self._registry).decode()
@@ -73,14 +74,14 @@ class RouterMetrics:
         yield _gauge("kv_total_tokens", ["model"], total)
 
 
-def _counter(name: str, labels: list[str], values: dict[tuple[str, ...], int]) -> Metric:
+def _counter(name: str, labels: list[str], values: Mapping[Any, int]) -> Metric:
     family = CounterMetricFamily(PREFIX + name, name.replace("_", " "), labels=labels)
     for key, value in values.items():
         family.add_metric(list(key), value)
     return family
 
 
-def _gauge(name: str, labels: list[str], values: dict[tuple[str, ...], float]) -> Metric:
+def _gauge(name: str, labels: list[str], values: Mapping[Any, float]) -> Metric:
     family = GaugeMetricFamily(PREFIX + name, name.replace("_", " "), labels=labels)
     for key, value in values.items():
         family.add_metric(list(key), value)

@@ -1,22 +1,22 @@
-"""One replica of one model: an engine in a thread of its own, a gRPC server for the router, a stream to the coordinator."""
+"""One replica of one model: an engine in its own thread, a gRPC server for the router, a stream to the coordinator."""
 
 import asyncio
 import logging
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from cluster.config import AppConfig, EmulatedModel, parse_config, parse_emulate
 from cluster.dialer import Dialer
-from cluster.frames import AnyMessage
 from cluster.stream import Stream
 from cluster.transport import serve as serve_streams
 from deployments.backends import build_backend, emulate_spec
 from deployments.streams import Callbacks, endpoint, node_address
-from kvstate.protocol import Message, Profile, Register, ReplicaInfo
+from kvstate.protocol import AnyMessage, Message, Profile, Register, ReplicaInfo
 from models.backend import Backend
 from models.emulated import EmulatedBackend
 from models.engine import Engine
@@ -34,7 +34,8 @@ class EngineError(Exception):
 class ModelReplica:
     """Serve starts it, asks after its health and restarts it; tokens pass over gRPC only."""
 
-    async def __init__(self, data: Mapping[str, object], model: str, coordinator: DeploymentHandle) -> None:
+    # mypy knows no async constructor; Serve awaits it.
+    async def __init__(self, data: Mapping[str, object], model: str, coordinator: DeploymentHandle[Any]) -> None:  # type: ignore[misc]
         config = parse_config(data, str(data.get("name", "app")))
         self._model = next(m for m in config.models if m.name == model)
         self._is_target = config.target.name == model
@@ -46,19 +47,27 @@ class ModelReplica:
         self._thread.start()
         await self._connect(config, coordinator, profile)
 
-    async def _connect(self, config: AppConfig, coordinator: DeploymentHandle, profile: Profile) -> None:
+    async def _connect(self, config: AppConfig, coordinator: DeploymentHandle[Any], profile: Profile) -> None:
         replica_id = serve.get_replica_context().replica_tag
         own = endpoint("replica", replica_id, config.security.stream_token_env)
         self._server = await serve_streams(own, node_address(), 0, self._accept)
         self._info = _describe(
             self._backend, replica_id, self._model.name, f"{node_address()}:{self._server.port}", profile
         )
-        self._dialer = Dialer(own, lambda: coordinator.endpoint.remote(), self._register)
+        self._dialer = Dialer(own, coordinator.endpoint.remote, self._register)
         self._dialer.start()
         self._reporting = asyncio.create_task(self._report())
 
     async def pid(self) -> int:
         return os.getpid()
+
+    async def num_sequences(self) -> int:
+        """How many sequences the engine holds now."""
+        answer: asyncio.Future[int] = self._loop.create_future()
+        self._engine.control(
+            lambda: self._loop.call_soon_threadsafe(answer.set_result, len(self._engine.held())) and None
+        )
+        return await answer
 
     async def stats(self) -> dict[str, int]:
         """Counts of the engine (`EngineStats`), for benchmarks."""
@@ -102,7 +111,7 @@ class ModelReplica:
             await asyncio.sleep(REPORT_S)
             stream = self._dialer.stream
             if stream is not None and stream.is_open:
-                self._engine.control(lambda s=stream: self._deliver([(s, self._engine.report())]))  # type: ignore[misc]
+                self._engine.control(lambda s=stream: self._deliver([(s, self._engine.report())]))
 
 
 def _send_all(replies: Sequence[tuple[object, Message]]) -> None:

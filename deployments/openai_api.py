@@ -4,6 +4,7 @@ A field of OpenAI's API that is not served yet is refused by name, never ignored
 """
 
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -11,10 +12,38 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from cluster.config import AppConfig
 
 NOT_SERVED = frozenset(
-    "audio best_of echo frequency_penalty function_call functions grammar guided_json ignore_eos logit_bias logprobs"
-    " metadata min_p min_tokens modalities parallel_tool_calls prediction presence_penalty reasoning_effort"
-    " repetition_penalty response_format service_tier stop_token_ids store suffix tool_choice tools top_logprobs"
-    " verbosity web_search_options".split()
+    {
+        "audio",
+        "best_of",
+        "echo",
+        "frequency_penalty",
+        "function_call",
+        "functions",
+        "grammar",
+        "guided_json",
+        "ignore_eos",
+        "logit_bias",
+        "logprobs",
+        "metadata",
+        "min_p",
+        "min_tokens",
+        "modalities",
+        "parallel_tool_calls",
+        "prediction",
+        "presence_penalty",
+        "reasoning_effort",
+        "repetition_penalty",
+        "response_format",
+        "service_tier",
+        "stop_token_ids",
+        "store",
+        "suffix",
+        "tool_choice",
+        "tools",
+        "top_logprobs",
+        "verbosity",
+        "web_search_options",
+    }
 )
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -58,8 +87,8 @@ class Generation(Body):
     """What chat and plain completions share."""
 
     model: str
-    temperature: Annotated[float, Field(ge=0.0, le=100.0, strict=False)] | None = None
-    top_p: Annotated[float, Field(gt=0.0, le=1.0, strict=False)] | None = None
+    temperature: Annotated[float, Field(ge=0.0, le=100.0)] | None = None
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
     seed: int | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -125,10 +154,24 @@ def _validated(kind: type[B], data: dict[str, Any]) -> B:
         return kind.model_validate(data)
     except ValidationError as error:
         first = error.errors()[0]
-        param = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or part in data or part.islower())
+        param = _place(first["loc"], data, first["type"])
         if first["type"] == "extra_forbidden":
             raise ApiError(400, f"unknown field {param}", param) from None
         raise ApiError(400, f"{param}: {first['msg']}", param) from None
+
+
+def _place(location: Sequence[int | str], data: Any, kind: str) -> str:
+    """Where in the body the error is, without the names of union members that pydantic adds."""
+    place: list[str] = []
+    for part in location:
+        if isinstance(data, dict) and part in data:
+            data = data[part]
+        elif isinstance(data, list) and isinstance(part, int) and part < len(data):
+            data = data[part]
+        elif kind != "missing" or part != location[-1]:
+            continue
+        place.append(str(part))
+    return ".".join(place)
 
 
 def _check_speculation(wish: SpeculationBody, config: AppConfig) -> None:

@@ -2,16 +2,16 @@
 
 import asyncio
 import os
+from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
 from cluster.dialer import Dialer
-from cluster.frames import AnyMessage
 from cluster.stream import Stream
 from cluster.transport import serve
 from deployments.metrics import RouterMetrics
 from deployments.streams import Callbacks, endpoint, new_generation, node_address
-from kvstate.protocol import Members, Message
+from kvstate.protocol import AnyMessage, Members, Message
 from router.planning import RouterSettings
 from router.service import RouterCore
 
@@ -19,7 +19,10 @@ from router.service import RouterCore
 class Router:
     """Ingresses dial it; it dials the coordinator and every replica that the coordinator names."""
 
-    async def __init__(self, settings: dict[str, object], coordinator: DeploymentHandle, token_env: str | None) -> None:
+    # mypy knows no async constructor; Serve awaits it.
+    async def __init__(  # type: ignore[misc]
+        self, settings: dict[str, object], coordinator: DeploymentHandle[Any], token_env: str | None
+    ) -> None:
         generation = new_generation()
         self._own = endpoint("router", f"router-{generation}", token_env, generation)
         self._ingresses: dict[str, Stream] = {}
@@ -27,7 +30,7 @@ class Router:
         self._core = RouterCore(RouterSettings(**settings), self, generation=generation)  # type: ignore[arg-type]
         self._metrics = RouterMetrics(self._core)
         self._server = await serve(self._own, node_address(), 0, self._accept)
-        self._coordinator = Dialer(self._own, lambda: coordinator.endpoint.remote(), self._coordinator_stream)
+        self._coordinator = Dialer(self._own, coordinator.endpoint.remote, self._coordinator_stream)
         self._coordinator.start()
 
     async def endpoint(self) -> str:
@@ -72,7 +75,7 @@ class Router:
             del self._ingresses[name]
             self._core.ingress_lost(name)
 
-    def _coordinator_stream(self, stream: Stream) -> Callbacks:
+    def _coordinator_stream(self, _: Stream) -> Callbacks:
         asyncio.get_running_loop().call_soon(self._core.coordinator_connected)
         return Callbacks(self._from_coordinator, self._core.coordinator_lost)
 

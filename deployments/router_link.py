@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 import msgspec
 
 from cluster.dialer import Dialer
-from cluster.frames import AnyMessage
 from cluster.stream import Stream
 from deployments.openai_api import ApiError
 from deployments.streams import Callbacks
-from kvstate.protocol import CancelRequest, CutRequest, Delivered, Failed, OpenRequest
+from kvstate.protocol import AnyMessage, CancelRequest, CutRequest, Delivered, Failed, FinishReason, OpenRequest
 
 GRACE_S = 1.0
 """How much longer than the router the ingress waits, so that the router's own answer comes first."""
@@ -26,6 +25,7 @@ class Running:
     message: OpenRequest
     deadline_s: float
     output: list[int] = field(default_factory=list)
+    cut_len: int | None = None
     inbox: asyncio.Queue[Delivered | Failed] = field(default_factory=asyncio.Queue)
 
 
@@ -37,14 +37,16 @@ class RouterLink:
         self._running: dict[str, Running] = {}
         self._ids = itertools.count()
         self._dialer: Dialer | None = None
+        self._stream: Stream | None = None
 
     def attach(self, dialer: Dialer) -> None:
         self._dialer = dialer
         dialer.start()
 
-    def callbacks(self, stream: Stream) -> Callbacks:
+    def callbacks(self, _: Stream) -> Callbacks:
         """A new stream: whatever was running goes on from the tokens received, under a new id."""
-        asyncio.get_running_loop().call_soon(self._reopen_all)
+        self._stream = stream
+        self._reopen_all()
         return Callbacks(self._receive, lambda: None)
 
     async def generate(self, message: OpenRequest) -> AsyncIterator[Delivered]:
@@ -66,6 +68,7 @@ class RouterLink:
         """A stop string ended the output; one more part follows, with the counts."""
         for running in self._running.values():
             if running.message.prompt is message.prompt:
+                running.cut_len = output_len
                 self._send(CutRequest(running.message.request_id, output_len))
 
     async def _next(self, running: Running) -> Delivered:
@@ -91,19 +94,25 @@ class RouterLink:
     def _reopen_all(self) -> None:
         waiting, self._running = list(self._running.values()), {}
         for running in waiting:
-            self._start(running)
+            if running.cut_len is None:
+                self._start(running)
+            else:  # it ended at its stop string; only its counts are lost
+                end = Delivered(running.message.request_id, running.cut_len, (), FinishReason.STOP)
+                running.inbox.put_nowait(end)
 
     def _receive(self, message: AnyMessage) -> None:
         if not isinstance(message, Delivered | Failed):
             return
         running = self._running.get(message.request_id)
-        if running is not None:
-            if isinstance(message, Delivered):
-                running.output.extend(message.tokens)
-            running.inbox.put_nowait(message)
+        if running is None:
+            return
+        if isinstance(message, Delivered):
+            running.output.extend(message.tokens)
+        if isinstance(message, Failed) or message.finish_reason is not None:
+            del self._running[message.request_id]  # a broken stream must not open it again
+        running.inbox.put_nowait(message)
 
     def _send(self, message: OpenRequest | CutRequest | CancelRequest) -> None:
         """Without a stream nothing is sent: `_reopen_all` opens what still runs when there is one."""
-        stream = None if self._dialer is None else self._dialer.stream
-        if stream is not None and stream.is_open:
-            stream.send(message)
+        if self._stream is not None and self._stream.is_open:
+            self._stream.send(message)

@@ -1,4 +1,4 @@
-"""What all Serve shells share: turning a stream's callbacks into plain functions, and where this process can be reached."""
+"""What all Serve shells share: a stream's callbacks as plain functions, and where this process can be reached."""
 
 import os
 import time
@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import ray
 
-from cluster.frames import AnyMessage
 from cluster.transport import Endpoint
+from kvstate.protocol import AnyMessage
 
 
 class Callbacks:
@@ -22,6 +22,7 @@ class Callbacks:
             self._on_message(message)
 
     def on_closed(self, reason: str) -> None:
+        del reason
         self._on_closed()
 
 
@@ -36,4 +37,4 @@ def new_generation() -> int:
 
 
 def node_address() -> str:
-    return ray.util.get_node_ip_address()
+    return str(ray.util.get_node_ip_address())

@@ -1,10 +1,10 @@
 """The messages that router, coordinator, replicas and ingress exchange.
 
-Every message is a frozen struct. On the wire it is a msgpack array whose first element names its type; `cluster/transport.py`
-packs many of them into one frame. This module knows neither sockets nor tensors.
+Every message is a frozen struct. On the wire it is a msgpack array whose first element names its type;
+`cluster/transport.py` packs many of them into one frame. This module knows neither sockets nor tensors.
 
-Letters used below: a *sequence* holds token ids at positions 0, 1, 2, …; `from_len` says that `tokens[0]` stands at position
-`from_len`; `committed_len` says that positions below it never change. Who sends what:
+Letters used below: a *sequence* holds token ids at positions 0, 1, 2, …; `from_len` says that `tokens[0]` stands at
+position `from_len`; `committed_len` says that positions below it never change. Who sends what:
 
     ingress     → router       OpenRequest, CutRequest, CancelRequest
     router      → ingress      Delivered, Failed
@@ -31,7 +31,7 @@ class Value(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class Key(NamedTuple):
-    """Order of the messages of one sequence: the round driver numbers epochs (rounds), `step` rises with every message."""
+    """Order of one sequence's messages: the round driver numbers epochs (rounds), `step` rises with every message."""
 
     epoch: int
     step: int
@@ -68,7 +68,7 @@ class Timing(Value, frozen=True):
 
 
 class Profile(Value, frozen=True):
-    """Latency of one batch, measured by the replica when it loaded: base + per_token × rows + per_sequence × sequences."""
+    """Latency of a batch as the replica measured it at load: base + per_token × rows + per_sequence × sequences."""
 
     base_ms: float
     per_token_ms: float = 0.0
@@ -84,7 +84,7 @@ class FinishReason(enum.StrEnum):
 
 
 class SpecMetrics(Value, frozen=True):
-    """Counts at the target for one request (contracts.md §3); `histogram[k]` is the number of checks that accepted k tokens."""
+    """Counts at the target for one request; `histogram[k]` is the number of checks that accepted k tokens."""
 
     rounds: int
     draft_tokens: int
@@ -279,7 +279,7 @@ class Opened(Message, frozen=True):
 
 
 class Drafted(Message, frozen=True):
-    """`tokens`: at most `count` samples; fewer where the model has no guess (n-gram) or sampled a token that ends it."""
+    """`tokens`: at most `count` samples; fewer where the model has no guess (n-gram) or sampled one that ends it."""
 
     seq: int
     key: Key
@@ -356,7 +356,7 @@ class Register(Message, frozen=True):
 
 
 class Report(Message, frozen=True):
-    """A replica's heartbeat: free blocks (free + evictable) and sequences it dropped to length 0 since the last report."""
+    """A replica's heartbeat: free + evictable blocks, and sequences it dropped to length 0 since the last one."""
 
     free_blocks: int
     sequences: int
@@ -369,7 +369,7 @@ class Report(Message, frozen=True):
 
 
 class Acked(Message, frozen=True):
-    """Lengths after a commit: `committed_len` tokens known, `kv_len` rows computed. `unknown`: the holder never saw it."""
+    """Lengths after a commit: `committed_len` tokens known, `kv_len` rows computed; `unknown`: never opened here."""
 
     seq: int
     committed_len: int

@@ -1,7 +1,7 @@
 """The engine of one replica: every forward takes whatever sequences are ready, up to a budget of rows.
 
-`submit` may be called from any thread; everything else runs on the engine's own thread (`run`), so sequences, blocks and
-model are touched by that thread alone. Messages are applied between two forwards, in the order they came.
+`submit` may be called from any thread; everything else runs on the engine's own thread (`run`), so sequences, blocks
+and model are touched by that thread alone. Messages are applied between two forwards, in the order they came.
 It knows neither sockets nor event loops: replies go to a `deliver` callable, once per step.
 """
 
@@ -134,7 +134,7 @@ class Engine:
         return bool(batch)
 
     def profile(self) -> Profile:
-        """Time batches of 1 and 9 rows and of 4 sequences; for a cold start of the router's latency fit. Keeps nothing."""
+        """Time batches of 1 and 9 rows and of 4 sequences, to start the router's latency fit. Keeps nothing."""
         self._time_batch(1, 1)
         one, nine, four = (min(self._time_batch(*shape) for _ in range(3)) for shape in ((1, 1), (1, 9), (4, 1)))
         per_token_ms = max(0.0, (nine - one) / 8)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch.nn import functional as F
+from torch.nn.functional import scaled_dot_product_attention
 
 from models.backend import Slice
 
@@ -94,7 +94,7 @@ def paged_attention(
     out = query.new_zeros(1, query.shape[2], query.shape[1], query.shape[3])
     for index, rows in enumerate(pack.sequences):
         span = slice(rows.first, rows.first + rows.count)
-        attended = F.scaled_dot_product_attention(
+        attended = scaled_dot_product_attention(
             query[:, :, span],
             keys[rows.slots].transpose(0, 1)[None],
             values[rows.slots].transpose(0, 1)[None],

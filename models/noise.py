@@ -1,8 +1,8 @@
-"""The Gumbel noise g(seed, position, token) that every level of a chain adds to its scores (design.md §1; docs/noise.md).
+"""The Gumbel noise g(seed, position, token) that every level of a chain adds to its scores (docs/noise.md).
 
 A counter-based hash, so the same numbers come out in every process and on every device: the 64-bit output function of
-SplitMix (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014) applied to the seed, then
-to the position, then to the token id. All integer arithmetic is modulo 2^64; torch's int64 wraps the same way.
+SplitMix (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014) applied to the seed,
+then to the position, then to the token id. All integer arithmetic is modulo 2^64; torch's int64 wraps the same way.
 """
 
 import torch

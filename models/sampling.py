@@ -14,7 +14,7 @@ from models import noise
 
 GREEDY_BELOW = 1e-5
 _HEAD = 1024
-"""top_p sorts only this many candidates where they already hold the wanted mass: sorting a whole vocabulary takes ms."""
+"""top_p sorts only this many candidates where they hold the wanted mass: sorting a whole vocabulary takes ms."""
 
 
 def is_greedy(sampling: Sampling) -> bool:
@@ -30,7 +30,8 @@ def sample(logits: torch.Tensor, positions: Sequence[int], samplings: Sequence[S
 
     Ties go to the lowest id. One transfer from the device in all.
     """
-    assert logits.dim() == 2 and len(positions) == len(samplings) == logits.shape[0]
+    assert logits.dim() == 2
+    assert len(positions) == len(samplings) == logits.shape[0]
     if not positions:
         return []
     logits = logits if logits.dtype == torch.float64 else logits.float()

@@ -100,8 +100,8 @@ class ByteTokenizer:
 class IncrementalDetokenizer:
     """Turns committed tokens into text deltas whose concatenation is the decode of all tokens.
 
-    A delta never ends inside a character: tokens whose text ends in U+FFFD wait for the next ones. Each token is decoded
-    behind the last tokens already given out, because decoders treat the first token of a text differently.
+    A delta never ends inside a character: tokens whose text ends in U+FFFD wait for the next ones. Each token is
+    decoded behind the last tokens already given out, because decoders treat the first token of a text differently.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

@@ -57,7 +57,7 @@ class TransformersBackend:
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, attn_implementation=ATTENTION, trust_remote_code=trust_remote_code
         )
-        self._model: PreTrainedModel = _shortened(folder.name, model, layers).to(device).eval()
+        self._model = _shortened(folder.name, model, layers).to(torch.device(device)).eval()  # type: ignore[arg-type]
         self._device = torch.device(device)
         text = config.get_text_config(decoder=True)
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -131,9 +131,9 @@ def plan_blocks(
     head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     block_bytes = 2 * num_layers * heads * head_size * dtype_bytes * block_tokens
     if kv_bytes is not None:
-        return kv_bytes // block_bytes
+        return int(kv_bytes // block_bytes)
     useful = most_sequences * -(-int(text.max_position_embeddings) // block_tokens)
-    return min(useful, int(free_bytes * memory_fraction) // block_bytes)
+    return int(min(useful, int(free_bytes * memory_fraction) // block_bytes))
 
 
 def _attend(

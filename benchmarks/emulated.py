@@ -1,0 +1,243 @@
+"""Times and counts of a chain of emulated models, through Serve, actors and gRPC, against an oracle.
+
+    python -m benchmarks.emulated --config configs/emulated.yaml
+
+Exit code 1 where a figure falls short of its target. docs/benchmarks.md says how each figure is measured.
+"""
+
+import argparse
+import asyncio
+import os
+import signal
+import statistics
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.client import Answer, StreamError, complete, stream_completion
+from benchmarks.emulated_app import EmulatedApp, emulated_app, ray_tasks
+from benchmarks.oracle import Best, Level, best_by_length
+from cluster.config import load_config
+from specrelay.endpoint import endpoint_of
+
+NUM_TOKENS = 160
+WARM_UP_REQUESTS = 8
+KILL_TOKENS = 400
+POLL_S = 0.01
+RETURN_LIMIT_S = 60.0
+
+
+@dataclass(slots=True)
+class Report:
+    """The rows of the printed table; `short` where one missed its target."""
+
+    short: bool = False
+    rows: list[tuple[str, str, str, str]] = field(default_factory=list)
+
+    def add(self, name: str, figure: str, target: str = "", met: bool | None = None) -> None:
+        verdict = "" if met is None else "OK" if met else "SHORT"
+        self.short |= met is False
+        self.rows.append((name, figure, target, verdict))
+        print(f"{name:<58} {figure:>30}  {target:<22} {verdict}", flush=True)
+
+
+@dataclass(slots=True)
+class Bench:
+    app: EmulatedApp
+    client: httpx.AsyncClient
+    report: Report
+    tokens: int
+    repeats: int
+
+    def body(self, prompt: str, tokens: int, speculation: dict[str, Any]) -> dict[str, Any]:
+        model = self.app.config.served_model_id
+        wish = {"include_spec_metrics": True, "speculation": speculation}
+        return {"model": model, "prompt": prompt, "max_tokens": tokens, **wish}
+
+    async def ask(self, prompt: str, tokens: int, speculation: dict[str, Any]) -> Answer:
+        answer = await complete(self.client, self.body(prompt, tokens, speculation))
+        if len(answer.text) != tokens:
+            raise StreamError(f"{len(answer.text)} of {tokens} tokens came")
+        return answer
+
+    # ---------------------------------------------------------------------------------------------- time per token
+
+    async def hop_ms(self) -> float:
+        """Empty rounds: the target alone, taking 0 ms; what is left per round is the way there and back."""
+        target = self.app.config.target.name
+        base_ms = self.app.emulate[target]["base_ms"]
+        self.app.deploy({target: {"base_ms": 0.0}})
+        answers = [await self.ask(f"hop {i}", self.tokens, {"mode": "off"}) for i in range(self.repeats)]
+        self.app.deploy({target: {"base_ms": base_ms}})
+        return statistics.median(answer.ms_per_token for answer in answers)
+
+    def best(self, hop_ms: float) -> dict[int, Best]:
+        costs = ("base_ms", "agreement", "per_token_ms", "per_sequence_ms")
+        emulate = self.app.emulate.values()
+        levels = [Level(**{key: values[key] for key in costs if key in values}, hop_ms=hop_ms) for values in emulate]
+        return best_by_length(levels, num_tokens=2_000)
+
+    async def times(self, title: str, hop_ms: float) -> None:
+        """Adaptive first learns from whole requests; then all are measured in turn, so that drift hits all alike."""
+        names = [model.name for model in self.app.config.models]
+        best = self.best(hop_ms)
+        wishes: dict[int, dict[str, Any]] = {0: {"mode": "auto"}}
+        for length, plan in best.items():
+            chain = [names[i] for i in plan.chain]
+            wishes[length] = {"mode": "fixed", "chain": chain, "windows": list(plan.windows)}
+        started_s = time.perf_counter()
+        for i in range(WARM_UP_REQUESTS):
+            await self.ask(f"{title} warm-up {i}", self.tokens, {"mode": "auto"})
+        warm_up_s = time.perf_counter() - started_s
+        measured: dict[int, list[float]] = {length: [] for length in wishes}
+        adaptive_chain = ""
+        for i in range(self.repeats):
+            for length, wish in wishes.items():
+                answer = await self.ask(f"{title} {i}", self.tokens, wish)
+                measured[length].append(answer.ms_per_token)
+                adaptive_chain = " ".join(answer.metrics.get("chain", [])) if length == 0 else adaptive_chain
+        medians = {length: statistics.median(values) for length, values in measured.items()}
+        for length, plan in best.items():
+            name = f"{title}: {'→'.join(wishes[length]['chain'])} {list(plan.windows)}"
+            error = medians[length] / plan.ms_per_token - 1
+            figure = f"{medians[length]:.2f} ms, oracle {plan.ms_per_token:.2f}"
+            self.report.add(name, figure, f"within 10 %: {error:+.1%}", abs(error) <= 0.10)
+        fastest = min(medians[length] for length in best)
+        ratio = medians[0] / fastest
+        self.report.add(f"{title}: adaptive ({adaptive_chain})", f"{medians[0]:.2f} ms", f"≤ 1.05×: {ratio:.3f}", ratio <= 1.05)
+        self.report.add(f"{title}: warm-up of adaptive", f"{WARM_UP_REQUESTS} requests, {warm_up_s:.0f} s")
+
+    async def swap(self) -> None:
+        """The agreements of the two middle levels, live; no process may change."""
+        _, a, b, _ = (model.name for model in self.app.config.models)
+        before = await self.app.replicas("pid")
+        agreement = {a: self.app.emulate[b]["agreement"], b: self.app.emulate[a]["agreement"]}
+        self.app.deploy({name: {"agreement": value} for name, value in agreement.items()})
+        same = before == await self.app.replicas("pid")
+        self.report.add("agreements swapped live, same processes", str(same), "True", same)
+
+    # ------------------------------------------------------------------------------------------------------- counts
+
+    async def counts(self) -> None:
+        streams = 8
+        await asyncio.gather(*(self.ask(f"stream {i}", self.tokens, {"mode": "auto"}) for i in range(streams)))
+        stats = await self.app.replicas("stats")
+        most = {model: values["most_sequences_in_forward"] for model, values in stats.items()}
+        figure = " ".join(f"{model} {count}" for model, count in most.items())
+        self.report.add(f"most sequences in one forward, {streams} streams", figure, "> 1", max(most.values()) > 1)
+        short, few = await self._ray_calls(self.tokens // 8)
+        long, many = await self._ray_calls(self.tokens * 2)
+        figure = f"{short} in {few} rounds, {long} in {many}"
+        self.report.add("Ray calls on handles during one request", figure, "equal", short == long and many > few)
+
+    async def _ray_calls(self, tokens: int) -> tuple[int, int]:
+        """Calls that reached a deployment while one request ran, besides health checks; its rounds."""
+        await asyncio.sleep(2.5)  # processes hand in their task events each second
+        before = ray_tasks()
+        answer = await self.ask("ray calls", tokens, {"mode": "off"})
+        await asyncio.sleep(2.5)
+        fresh = ray_tasks() - before
+        calls = sum(count for name, count in fresh.items() if "handle_request" in name)
+        return calls, len(answer.arrivals) - 1
+
+    # -------------------------------------------------------------------------------------------------- convergence
+
+    async def convergence(self) -> None:
+        """One stream over the target alone: the three others are off its chain, and get commits all the same."""
+        request = asyncio.create_task(self.ask("lag", self.tokens, {"mode": "off"}))
+        worst_s = await self._worst_lag(request)
+        await request
+        figure = f"{worst_s * 1e3:.0f} ms"
+        self.report.add("commit acknowledged by all holders, off-chain ones too", figure, "≤ 250 ms", worst_s <= 0.25)
+
+    async def _worst_lag(self, until: "asyncio.Task[Any]") -> float:
+        """Longest time from seeing a committed length to seeing a holder acknowledge it; polls, so a little too long."""
+        since_s: dict[tuple[int, str], dict[int, float]] = {}
+        worst_s = 0.0
+        while not until.done():
+            lags = {(lag["seq"], lag["model"]): lag for lag in await self.app.call("KVCoordinator", "lags")}
+            now_s = time.perf_counter()
+            for key, pending in since_s.items():
+                acked = lags[key]["acked_len"] if key in lags else sys.maxsize
+                for length in [length for length in pending if length <= acked]:
+                    worst_s = max(worst_s, now_s - pending.pop(length))
+            for key, lag in lags.items():
+                since_s.setdefault(key, {}).setdefault(lag["committed_len"], now_s)
+            await asyncio.sleep(POLL_S)
+        return worst_s
+
+    async def coordinator_kill(self) -> None:
+        """kill -9 in a stream that outlasts the restart; the text must be what an undisturbed stream gave."""
+        wish = {"mode": "off"}
+        pid = await self.app.call("KVCoordinator", "pid")
+        prompt = "coordinator kill"
+        watcher: asyncio.Task[float] | None = None
+        killed_s, answer = 0.0, Answer()
+        async for answer in stream_completion(self.client, self.body(prompt, KILL_TOKENS, wish)):
+            if watcher is None and len(answer.text) > 20:
+                killed_s = time.perf_counter()
+                os.kill(pid, signal.SIGKILL)
+                watcher = asyncio.create_task(self._registered(killed_s))
+        ended_s = time.perf_counter()
+        assert watcher is not None
+        back_s = await watcher
+        outlasted = killed_s + back_s < ended_s
+        figure = f"{back_s:.1f} s; stream went on {ended_s - killed_s:.1f} s"
+        self.report.add("coordinator killed → all registered", figure, "stream outlasts", outlasted)
+        undisturbed = await self.ask(prompt, KILL_TOKENS, wish)
+        same = undisturbed.text == answer.text
+        self.report.add("text of that stream equals an undisturbed one", str(same), "True", same)
+        await self.convergence()
+
+    async def _registered(self, killed_s: float) -> float:
+        wanted = {model.name for model in self.app.config.models}
+        while time.perf_counter() - killed_s < RETURN_LIMIT_S:
+            try:
+                if set(await self.app.call("KVCoordinator", "registered")) == wanted:
+                    return time.perf_counter() - killed_s
+            except Exception as error:  # noqa: BLE001 - whatever a dead actor answers with
+                print(f"  waiting: {type(error).__name__}", file=sys.stderr)
+            await asyncio.sleep(POLL_S)
+        return RETURN_LIMIT_S
+
+
+async def measure(app: EmulatedApp, report: Report, tokens: int, repeats: int, parts: list[str]) -> None:
+    config = app.config
+    endpoint = endpoint_of(config.http.host, config.http.port, config.security.api_keys_env)
+    async with httpx.AsyncClient(base_url=endpoint.url, headers=endpoint.headers, timeout=120.0) as client:
+        bench = Bench(app, client, report, tokens, repeats)
+        await bench.ask("first", 20, {"mode": "auto"})
+        if "times" in parts:
+            hop_ms = await bench.hop_ms()
+            report.add("hop: an empty round", f"{hop_ms:.2f} ms")
+            await bench.times("as configured", hop_ms)
+            await bench.swap()
+            await bench.times("swapped", hop_ms)
+        if "counts" in parts:
+            await bench.counts()
+        if "convergence" in parts:
+            await bench.convergence()
+            await bench.coordinator_kill()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--config", type=Path, default=Path("configs/emulated.yaml"))
+    parser.add_argument("--tokens", type=int, default=NUM_TOKENS, help="per measured request")
+    parser.add_argument("--repeats", type=int, default=3, help="interleaved requests per chain; the median counts")
+    parts = ("times", "counts", "convergence")
+    parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
+    arguments = parser.parse_args()
+    report = Report()
+    print(f"machine: {len(os.sched_getaffinity(0))} CPUs, load {os.getloadavg()[0]:.1f}")
+    with emulated_app(load_config(arguments.config)) as app:
+        asyncio.run(measure(app, report, arguments.tokens, arguments.repeats, arguments.parts))
+    return 1 if report.short else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""An app of emulated models on a Ray of its own, deployed as RayService does it: by a Serve config.
+
+Only so can `user_config` change later without restarting replicas, which `code_version` of the same config keeps.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.context import _get_global_client
+from ray.serve.schema import ServeDeploySchema
+
+from cluster.config import AppConfig, EmulatedModel
+from cluster.ray_runtime import ray_runtime
+
+ROOT = Path(__file__).parents[1]
+START_S = 180.0
+CALL_S = 10.0
+
+
+class NotReady(Exception):
+    """The app did not start, or did not take new values, in time."""
+
+
+@dataclass(slots=True)
+class EmulatedApp:
+    """`emulate`: model name → the values that hold now."""
+
+    config: AppConfig
+    emulate: dict[str, dict[str, Any]]
+
+    def deploy(self, changes: Mapping[str, Mapping[str, Any]]) -> None:
+        """Change `emulate` values of some models live, through Serve's user_config. Returns when the app runs them."""
+        for model, values in changes.items():
+            self.emulate[model] = {**self.emulate[model], **values}
+        names = [{"name": model, "user_config": values} for model, values in self.emulate.items()]
+        app = {
+            "name": self.config.name,
+            "route_prefix": "/",
+            "import_path": "deployments.app:build_app",
+            "args": {"config": self.config.model_dump(mode="json", exclude_unset=True)},
+            "deployments": names,
+        }
+        client = _get_global_client()
+        assert client is not None
+        client.deploy_apps(ServeDeploySchema.model_validate({"applications": [app]}))
+        self._wait()
+
+    def _wait(self) -> None:
+        deadline_s = time.monotonic() + START_S
+        time.sleep(1.0)  # the controller takes the new config in its next loop
+        while time.monotonic() < deadline_s:
+            status = serve.status().applications.get(self.config.name)
+            if status is not None and status.status == "RUNNING":
+                return
+            if status is not None and status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+                raise NotReady(status.message or str(status))
+            time.sleep(0.2)
+        raise NotReady(f"not running after {START_S:.0f} s")
+
+    async def call(self, deployment: str, method: str) -> Any:
+        handle = serve.get_deployment_handle(deployment, self.config.name)
+        return await asyncio.wait_for(getattr(handle, method).remote(), CALL_S)
+
+    async def replicas(self, method: str) -> dict[str, Any]:
+        """Model name → what its replica answers (one replica each)."""
+        return {model.name: await self.call(model.name, method) for model in self.config.models}
+
+
+@contextmanager
+def emulated_app(config: AppConfig) -> Iterator[EmulatedApp]:
+    """The app, running; gone after the block."""
+    emulate = {m.name: m.emulate.model_dump(exclude_none=True) for m in config.models if isinstance(m, EmulatedModel)}
+    if len(emulate) != len(config.models):
+        raise ValueError("all models of the config must be emulated")
+    with ray_runtime(config.name, config.http.host, config.http.port, ROOT):
+        app = EmulatedApp(config, emulate)
+        app.deploy({})
+        yield app
+
+
+def ray_tasks() -> Counter[str]:
+    """Names of all Ray tasks and actor calls executed so far, as Ray's own control store recorded them."""
+    events = ray._private.state.state.profile_events()  # noqa: SLF001 - the dashboard, which lists tasks, is off
+    names: Counter[str] = Counter()
+    for component in events.values():
+        names.update(e["event_type"] for e in component if str(e["event_type"]).startswith("task::"))
+    return names

@@ -1,0 +1,65 @@
+"""Models that run on torch: device, dtype, threads and KV room resolved from the config."""
+
+import os
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig
+
+from cluster.config import AppConfig, TransformersModel
+from models.transformers_backend import TransformersBackend, plan_blocks
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def build(config: AppConfig, model: TransformersModel, folder: Path) -> TransformersBackend:
+    torch.set_num_threads(model.threads or len(os.sched_getaffinity(0)))
+    device = _device(model)
+    dtype = _dtype(model, device)
+    shape = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
+    num_blocks = plan_blocks(
+        shape,
+        num_layers=model.layers or shape.get_text_config(decoder=True).num_hidden_layers,
+        dtype_bytes=dtype.itemsize,
+        block_tokens=config.kv.block_tokens,
+        kv_bytes=config.kv.bytes,
+        free_bytes=_free_bytes(device),
+        memory_fraction=config.kv.memory_fraction,
+    )
+    return TransformersBackend(
+        folder,
+        dtype=dtype,
+        device=device,
+        num_blocks=num_blocks,
+        block_tokens=config.kv.block_tokens,
+        layers=model.layers,
+        trust_remote_code=model.trust_remote_code,
+    )
+
+
+def _device(model: TransformersModel) -> str:
+    if model.device != "auto":
+        return model.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _dtype(model: TransformersModel, device: str) -> torch.dtype:
+    """auto: bfloat16 where the hardware multiplies it natively, else float32 (contracts.md §2)."""
+    if model.dtype != "auto":
+        return DTYPES[model.dtype]
+    if device.startswith("cuda"):
+        return torch.bfloat16 if torch.cuda.get_device_capability() >= (8, 0) else torch.float32
+    capability = torch.backends.cpu.get_cpu_capability()
+    has_bf16 = "avx512_bf16" in Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else False
+    return torch.bfloat16 if has_bf16 and capability.startswith("AVX512") else torch.float32
+
+
+def _free_bytes(device: str) -> int:
+    if device.startswith("cuda"):
+        return int(torch.cuda.mem_get_info()[0])
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
