@@ -108,7 +108,8 @@ class Bench:
             self.report.add(name, figure, f"within 10 %: {error:+.1%}", abs(error) <= 0.10)
         fastest = min(medians[length] for length in best)
         ratio = medians[0] / fastest
-        self.report.add(f"{title}: adaptive ({adaptive_chain})", f"{medians[0]:.2f} ms", f"≤ 1.05×: {ratio:.3f}", ratio <= 1.05)
+        figure = f"{medians[0]:.2f} ms"
+        self.report.add(f"{title}: adaptive ({adaptive_chain})", figure, f"≤ 1.05×: {ratio:.3f}", ratio <= 1.05)
         self.report.add(f"{title}: warm-up of adaptive", f"{WARM_UP_REQUESTS} requests, {warm_up_s:.0f} s")
 
     async def swap(self) -> None:
@@ -155,7 +156,7 @@ class Bench:
         self.report.add("commit acknowledged by all holders, off-chain ones too", figure, "≤ 250 ms", worst_s <= 0.25)
 
     async def _worst_lag(self, until: "asyncio.Task[Any]") -> float:
-        """Longest time from seeing a committed length to seeing a holder acknowledge it; polls, so a little too long."""
+        """Longest from seeing a committed length to seeing a holder acknowledge it; it polls, so a little too long."""
         since_s: dict[tuple[int, str], dict[int, float]] = {}
         worst_s = 0.0
         while not until.done():

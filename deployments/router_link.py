@@ -43,7 +43,7 @@ class RouterLink:
         self._dialer = dialer
         dialer.start()
 
-    def callbacks(self, _: Stream) -> Callbacks:
+    def callbacks(self, stream: Stream) -> Callbacks:
         """A new stream: whatever was running goes on from the tokens received, under a new id."""
         self._stream = stream
         self._reopen_all()

@@ -1,0 +1,205 @@
+"""All cores joined: whatever the chain, the batch, a lost frame or a lost drafter, the text is the target's alone."""
+
+import asyncio
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.inprocess import InProcessCluster, running
+from kvstate.protocol import Check, Commit, Draft, FinishReason, Message, Sampling, Speculation, Verdict
+from models.backend import Backend
+from models.emulated import EmulatedBackend, EmulateSpec
+from models.ngram import NgramBackend
+from models.transformers_backend import TransformersBackend
+from router.planning import RouterSettings
+
+PROMPTS = [b"Hello world", b"The quick brown fox jumps over the lazy dog", b"a"]
+CHAINS = [("a", "t"), ("b", "t"), ("a", "b", "t")]
+GREEDY = Sampling()
+
+
+def emulated(agreements: Mapping[str, float], eos_after: int | None = None) -> dict[str, Backend]:
+    """Models that differ in agreement and take a fraction of a millisecond."""
+    specs = {n: EmulateSpec(base_ms=0.2, agreement=a, eos_after=eos_after) for n, a in agreements.items()}
+    return {n: EmulatedBackend(n, rank, spec, 256) for rank, (n, spec) in enumerate(specs.items(), 1)}
+
+
+def chain_of_three() -> dict[str, Backend]:
+    return emulated({"a": 0.6, "b": 0.8, "t": 1.0})
+
+
+def fixed(chain: tuple[str, ...], window: int = 3) -> Speculation:
+    return Speculation("fixed", chain, (window,) * (len(chain) - 1))
+
+
+async def alone(cluster: InProcessCluster, prompt: bytes, max_tokens: int) -> list[int]:
+    return (await cluster.generate(prompt, GREEDY, max_tokens, (256,), Speculation("off"))).tokens
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+async def test_text_is_the_targets_with_accepted_and_rejected_drafts(chain: tuple[str, ...]) -> None:
+    async with running(chain_of_three()) as cluster:
+        for prompt in PROMPTS:
+            output = await cluster.generate(prompt, GREEDY, 60, (256,), fixed(chain))
+            assert output.tokens == await alone(cluster, prompt, 60)
+            assert output.metrics is not None
+            assert 0 < output.metrics.accepted_draft_tokens < output.metrics.draft_tokens
+
+
+async def test_rows_that_accept_different_numbers_do_not_share_an_offset() -> None:
+    async with running(chain_of_three()) as cluster:
+        wanted = [await alone(cluster, p, 50) for p in PROMPTS]
+        many = [cluster.generate(p, GREEDY, 50, (256,), fixed(("a", "b", "t"))) for p in PROMPTS * 3]
+        assert [o.tokens for o in await asyncio.gather(*many)] == wanted * 3
+        assert cluster.engines["t"].stats.most_sequences_in_forward > 1
+
+
+async def test_adaptive_learns_and_keeps_the_text() -> None:
+    async with running(chain_of_three()) as cluster:
+        output = await cluster.generate(PROMPTS[0], GREEDY, 300, (256,))
+        assert output.tokens == await alone(cluster, PROMPTS[0], 300)
+        assert cluster.router.stats.probes > 0
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 5, 6])
+async def test_length_limit_is_exact(max_tokens: int) -> None:
+    async with running(emulated({"a": 1.0, "t": 1.0})) as cluster:
+        output = await cluster.generate(PROMPTS[0], GREEDY, max_tokens, (256,), fixed(("a", "t"), 4))
+        assert len(output.tokens) == max_tokens
+        assert output.finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("eos_after", [0, 1, 4, 9])
+async def test_nothing_follows_the_end_of_text(eos_after: int) -> None:
+    async with running(emulated({"a": 1.0, "t": 1.0}, eos_after)) as cluster:
+        output = await cluster.generate(PROMPTS[0], GREEDY, 50, (256,), fixed(("a", "t"), 4))
+        assert len(output.tokens) == eos_after + 1
+        assert output.tokens[-1] == 256
+        assert output.finish_reason is FinishReason.STOP
+
+
+async def test_self_draft_accepts_everything() -> None:
+    async with running(emulated({"a": 1.0, "t": 1.0})) as cluster:
+        output = await cluster.generate(PROMPTS[0], GREEDY, 300, (256,), fixed(("a", "t"), 4))
+        assert output.metrics is not None
+        assert output.metrics.accepted_draft_tokens == output.metrics.draft_tokens > 200
+
+
+async def test_a_wrong_block_of_one_is_rejected() -> None:
+    async with running(emulated({"a": 0.0, "t": 1.0})) as cluster:
+        output = await cluster.generate(PROMPTS[0], GREEDY, 40, (256,), fixed(("a", "t"), 1))
+        assert output.tokens == await alone(cluster, PROMPTS[0], 40)
+        assert output.metrics is not None
+        assert output.metrics.accepted_draft_tokens == 0 < output.metrics.draft_tokens
+
+
+async def test_lost_frames_cost_time_only() -> None:
+    lost: list[str] = []
+
+    def lose(to: str, message: Message) -> bool:
+        kinds = (Draft, Check, Verdict, Commit)
+        unlucky = isinstance(message, kinds) and kinds.index(type(message)) not in [kinds.index(k) for k in seen]
+        if unlucky:
+            seen.add(type(message))
+            lost.append(to)
+        return unlucky
+
+    seen: set[type] = set()
+    backends = chain_of_three()
+    settings = RouterSettings(tuple(backends), step_timeout_s=0.3)
+    async with running(backends, settings, lose) as cluster:
+        output = await cluster.generate(PROMPTS[0], GREEDY, 40, (256,), fixed(("a", "t")))
+        assert output.tokens == await alone(cluster, PROMPTS[0], 40)
+    assert len(lost) == 4
+
+
+async def test_a_lost_drafter_shrinks_the_chain() -> None:
+    async with running(chain_of_three()) as cluster:
+        wanted = await alone(cluster, PROMPTS[1], 80)
+        got: list[int] = []
+        async for part in cluster.stream(PROMPTS[1], GREEDY, 80, (256,), fixed(("a", "b", "t"))):
+            got.extend(part.tokens)
+            if len(got) > 20 and "a" in cluster.engines:
+                cluster.lose_replica("a")
+        assert got == wanted
+        assert cluster.router.stats.replica_losses["a"] == 1
+
+
+async def test_every_holder_ends_at_the_committed_length_and_frees_it() -> None:
+    async with running(chain_of_three()) as cluster:
+        async for part in cluster.stream(PROMPTS[0], GREEDY, 60, (256,), fixed(("a", "t"))):
+            if part.finish_reason is None and part.from_index > 30:
+                (seq,) = cluster.coordinator.ledger.running
+                async with asyncio.timeout(2.0):
+                    while not cluster.coordinator.converged(seq):  # the model off the chain too
+                        await asyncio.sleep(0.001)
+                break
+        async with asyncio.timeout(2.0):
+            while any(engine.held() for engine in cluster.engines.values()):
+                await asyncio.sleep(0.001)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama in float64, so that equality is exact."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        eos_token_id=1,
+        initializer_range=0.3,
+    )
+    folder = tmp_path_factory.mktemp("tiny")
+    LlamaForCausalLM(config).to(torch.float64).save_pretrained(folder)
+    tokens = {"model": {"type": "WordLevel", "vocab": {f"t{i}": i for i in range(64)}, "unk_token": "t0"}}
+    (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", **tokens}))
+    return folder
+
+
+def real(folder: Path) -> dict[str, Backend]:
+    def load(layers: int) -> TransformersBackend:
+        return TransformersBackend(folder, dtype=torch.float64, device="cpu", num_blocks=64, layers=layers)
+
+    target = load(4)
+    return {"n": NgramBackend(target.vocabulary, target.end_ids, 256), "a": load(3), "t": target}
+
+
+def independent(folder: Path, prompt: list[int], max_tokens: int) -> list[int]:
+    """transformers' own greedy loop, without cache."""
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    tokens = list(prompt)
+    with torch.inference_mode():
+        for _ in range(max_tokens):
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+            if tokens[-1] == 1:
+                break
+    return tokens[len(prompt) :]
+
+
+REAL_CHAINS = [("n", "t"), ("a", "t"), ("n", "a", "t")]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.8, seed=7), Sampling(1.0, 20, 0.9, 11)])
+async def test_real_weights_give_the_targets_text_over_every_chain(tiny: Path, sampling: Sampling) -> None:
+    prompts = [[3, 4, 5, 3, 4, 5, 3, 4], [9, 9, 9, 9], [2, 7, 8, 2, 7, 8, 2, 7, 8, 5, 6]]
+    async with running(real(tiny)) as cluster:
+        off = [await cluster.generate(p, sampling, 40, (1,), Speculation("off")) for p in prompts]
+        if sampling is GREEDY:
+            assert [o.tokens for o in off] == [independent(tiny, p, 40) for p in prompts]
+        accepted = drafted = 0
+        for chain in REAL_CHAINS:
+            many = [cluster.generate(p, sampling, 40, (1,), fixed(chain)) for p in prompts]
+            outputs = await asyncio.gather(*many)
+            assert [o.tokens for o in outputs] == [o.tokens for o in off]
+            accepted += sum(o.metrics.accepted_draft_tokens for o in outputs if o.metrics)
+            drafted += sum(o.metrics.draft_tokens for o in outputs if o.metrics)
+        assert 0 < accepted < drafted
