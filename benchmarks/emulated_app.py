@@ -4,6 +4,7 @@ Only so can `user_config` change later without restarting replicas, which `code_
 """
 
 import asyncio
+import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -80,6 +81,7 @@ def emulated_app(config: AppConfig) -> Iterator[EmulatedApp]:
     emulate = {m.name: m.emulate.model_dump(exclude_none=True) for m in config.models if isinstance(m, EmulatedModel)}
     if len(emulate) != len(config.models):
         raise ValueError("all models of the config must be emulated")
+    os.environ["RAY_SERVE_ENABLE_TASK_EVENTS"] = "1"  # else Ray does not record the calls that `ray_tasks` counts
     with ray_runtime(config.name, config.http.host, config.http.port, ROOT):
         app = EmulatedApp(config, emulate)
         app.deploy({})

@@ -72,7 +72,7 @@ class HubTokenizer:
         return [int(token) for token in self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]]
 
     def _with_one_bos(self, ids: list[int]) -> list[int]:
-        """Drop what doubles BOS where BOS is a token of its own, not also the start of every turn (ChatML)."""
+        """Drop the second of two leading BOS: the text already began with the one that the tokenizer added."""
         bos = self._tokenizer.bos_token_id
         doubled = bos is not None and len(ids) > 1 and ids[0] == ids[1] == bos
         return ids[1:] if doubled else ids

@@ -136,11 +136,11 @@ async def test_every_holder_ends_at_the_committed_length_and_frees_it() -> None:
                 (seq,) = cluster.coordinator.ledger.running
                 async with asyncio.timeout(2.0):
                     while not cluster.coordinator.converged(seq):  # the model off the chain too
-                        await asyncio.sleep(0.001)
+                        await asyncio.sleep(0.001)  # noqa: ASYNC110 - the cores have no event for this
                 break
         async with asyncio.timeout(2.0):
             while any(engine.held() for engine in cluster.engines.values()):
-                await asyncio.sleep(0.001)
+                await asyncio.sleep(0.001)  # noqa: ASYNC110 - the cores have no event for this
 
 
 @pytest.fixture(scope="module")

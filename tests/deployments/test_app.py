@@ -1,4 +1,4 @@
-"""The whole app on a Ray of its own: emulated models, real actors, sockets and HTTP. Numbers name cases of the fault list."""
+"""The whole app on a Ray of its own: emulated models, real actors, sockets and HTTP."""
 
 import os
 import signal
@@ -62,8 +62,8 @@ def app() -> Iterator[App]:
         running = App(config)
         eventually(lambda: running.http.get("/health").status_code == 200, 20.0)
         eventually(lambda: len(running.call("KVCoordinator", "registered")) == len(config.models), 20.0)
-        with running.http:
-            yield running
+        yield running
+        running.http.close()
 
 
 def reference(num_tokens: int, prompt: str = PROMPT) -> str:
