@@ -5,6 +5,7 @@ import logging
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from ray import serve
@@ -64,9 +65,11 @@ class ModelReplica:
     async def num_sequences(self) -> int:
         """How many sequences the engine holds now."""
         answer: asyncio.Future[int] = self._loop.create_future()
-        self._engine.control(
-            lambda: self._loop.call_soon_threadsafe(answer.set_result, len(self._engine.held())) and None
-        )
+
+        def count() -> None:
+            self._loop.call_soon_threadsafe(answer.set_result, len(self._engine.held()))
+
+        self._engine.control(count)
         return await answer
 
     async def stats(self) -> dict[str, int]:
@@ -100,7 +103,7 @@ class ModelReplica:
         return Callbacks(lambda message: self._submit(stream, message), lambda: None)
 
     def _submit(self, stream: Stream, message: AnyMessage) -> None:
-        self._engine.submit(stream, [message])  # type: ignore[list-item]
+        self._engine.submit(stream, [message])
 
     def _deliver(self, replies: Sequence[tuple[object, Message]]) -> None:
         """Called on the engine's thread, once per step."""
@@ -111,7 +114,11 @@ class ModelReplica:
             await asyncio.sleep(REPORT_S)
             stream = self._dialer.stream
             if stream is not None and stream.is_open:
-                self._engine.control(lambda s=stream: self._deliver([(s, self._engine.report())]))
+                self._engine.control(partial(self._send_report, stream))
+
+    def _send_report(self, stream: Stream) -> None:
+        """On the engine's thread."""
+        self._deliver([(stream, self._engine.report())])
 
 
 def _send_all(replies: Sequence[tuple[object, Message]]) -> None:

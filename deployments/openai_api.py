@@ -164,9 +164,7 @@ def _place(location: Sequence[int | str], data: Any, kind: str) -> str:
     """Where in the body the error is, without the names of union members that pydantic adds."""
     place: list[str] = []
     for part in location:
-        if isinstance(data, dict) and part in data:
-            data = data[part]
-        elif isinstance(data, list) and isinstance(part, int) and part < len(data):
+        if _has(data, part):
             data = data[part]
         elif kind != "missing" or part != location[-1]:
             continue
@@ -190,3 +188,9 @@ def _check_speculation(wish: SpeculationBody, config: AppConfig) -> None:
         raise ApiError(
             400, "speculation.windows must have one window less than chain has models", "speculation.windows"
         )
+
+
+def _has(data: object, part: int | str) -> bool:
+    if isinstance(data, list):
+        return isinstance(part, int) and part < len(data)
+    return isinstance(data, dict) and part in data

@@ -31,7 +31,7 @@ from kvstate.protocol import (
 )
 from kvstate.sequence import Ready, SequenceState, Stale, accept_step, apply_commit, apply_open, evict
 from models.backend import Backend, Slice
-from models.tasks import Task, continue_draft, finish, start_task
+from models.tasks import Task, continue_draft, finish, is_overtaken, start_task
 
 Sender = object
 Deliver = Callable[[Sequence[tuple[Sender, Message]]], None]
@@ -237,8 +237,8 @@ class Engine:
             self._blocks.truncate(state.seq, state.kv_len)
 
     def _drop_overtaken(self, state: SequenceState) -> None:
-        """A commit replaced tokens that a task still worked on: the round it belonged to is over."""
-        self._tasks = [t for t in self._tasks if t.state is not state or t.rows_end <= len(state.tokens)]
+        """Commits that came past a task changed or already cover what it works on: nobody waits for it any more."""
+        self._tasks = [t for t in self._tasks if t.state is not state or not is_overtaken(t)]
 
     # ------------------------------------------------------------------------------------------------------ a forward
 

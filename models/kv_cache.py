@@ -1,88 +1,122 @@
-"""Paged key/value tensors of one model, and how many blocks of them fit.
+"""KV tensors in paged blocks, and attention over them for packed rows of many sequences.
 
-Position p of a sequence lives in *slot* block_ids[p // block_tokens] * block_tokens + p % block_tokens; rolling back is
-writing over it. Which sequence owns which block is the allocator's business (`kvstate/`), not this module's.
-Letters: N slots, T rows, Hkv key/value heads, D head size.
+Letters: R packed rows, T rows of one sequence, L positions of one sequence with KV, H query heads, G key/value heads,
+D head size. A *slot* is one position's place: block_id · block_tokens + offset. Who may use which block is decided
+elsewhere (kvstate/allocator.py); rolling back is only a shorter L, the stale slots are overwritten later.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from models.backend import Slice
 
 
 @dataclass(frozen=True, slots=True)
-class LayerShape:
-    """What one layer stores per position."""
+class SequenceRows:
+    """Where one sequence's rows stand: packed rows `first` … `first + count` − 1, at positions `start` … `end` − 1."""
 
-    num_kv_heads: int
-    key_size: int
-    value_size: int
+    first: int
+    start: int
+    end: int
+    slots: slice | torch.Tensor
+
+    @property
+    def count(self) -> int:
+        return self.end - self.start
 
 
-class KvCache:
-    """Keys and values of every layer, [num_blocks × block_tokens, Hkv, D] each."""
+@dataclass(slots=True)
+class Pack:
+    """One forward's layout; built once, read by every layer. `masks` are shared by layers with the same window."""
+
+    sequences: list[SequenceRows]
+    write_slots: torch.Tensor  # [R], without padding rows
+    cache: "KVCache"
+    calls: dict[int, int] = field(default_factory=dict)
+    masks: dict[tuple[int, int | None], torch.Tensor | None] = field(default_factory=dict)
+
+    def mask(self, index: int, window: int | None, device: torch.device) -> torch.Tensor | None:
+        """[T, L] bool: which positions a row may see (itself, earlier ones, within the window); None means all."""
+        key = (index, window)
+        if key not in self.masks:
+            rows = self.sequences[index]
+            self.masks[key] = _causal_mask(rows.start, rows.end, window, device)
+        return self.masks[key]
+
+
+class KVCache:
+    """Keys and values of all layers: [num_blocks · block_tokens, G, D] each."""
 
     def __init__(
-        self, shapes: Sequence[LayerShape], num_blocks: int, block_tokens: int, dtype: torch.dtype, device: torch.device
+        self, num_layers: int, num_slots: int, heads: int, head_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        assert num_blocks > 0 and block_tokens > 0
-        self.num_slots = num_blocks * block_tokens
-        self.block_tokens = block_tokens
-        # Zeros, not empty: masked slots have weight 0 in attention, and 0 × NaN of old memory would be NaN.
-        self._keys = [self._zeros(shape.num_kv_heads, shape.key_size, dtype, device) for shape in shapes]
-        self._values = [self._zeros(shape.num_kv_heads, shape.value_size, dtype, device) for shape in shapes]
-
-    def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store T rows: slots [T] int64, keys and values [T, Hkv, D]."""
-        self._keys[layer].index_copy_(0, slots, keys)
-        self._values[layer].index_copy_(0, slots, values)
-
-    def read(self, layer: int, where: slice | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [T, Hkv, D] of a run of slots (a view) or of slots [T] (a copy)."""
-        return self._keys[layer][where], self._values[layer][where]
-
-    def _zeros(self, num_heads: int, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.zeros(self.num_slots, num_heads, size, dtype=dtype, device=device)
+        shape = (num_slots, heads, head_size)
+        self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
 
 
-def slots_of(block_ids: Sequence[int], start: int, end: int, block_tokens: int) -> list[int]:
-    """Slots of the positions `start` … `end` − 1."""
-    return [block_ids[p // block_tokens] * block_tokens + p % block_tokens for p in range(start, end)]
+def pack_rows(slices: Sequence[Slice], block_tokens: int, cache: KVCache, device: torch.device) -> Pack:
+    """Lay out the rows of all slices one after another."""
+    sequences, write_slots, first = [], [], 0
+    for s in slices:
+        slots = slots_of(s.block_ids, s.end, block_tokens)
+        write_slots.extend(slots[s.start :])
+        sequences.append(SequenceRows(first, s.start, s.end, _as_index(slots, device)))
+        first += s.end - s.start
+    return Pack(sequences, torch.tensor(write_slots, dtype=torch.long, device=device), cache)
 
 
-def run_start(block_ids: Sequence[int], num_positions: int, block_tokens: int) -> int | None:
-    """First slot if the positions below `num_positions` lie in neighbouring blocks, else None."""
-    used = block_ids[: -(-num_positions // block_tokens)]
-    neighbours = all(after == before + 1 for before, after in zip(used, used[1:], strict=False))
-    return used[0] * block_tokens if neighbours else None
+def slots_of(block_ids: Sequence[int], num_positions: int, block_tokens: int) -> list[int]:
+    """The slot of each position below `num_positions`."""
+    blocks = -(-num_positions // block_tokens)
+    slots = [b * block_tokens + offset for b in block_ids[:blocks] for offset in range(block_tokens)]
+    return slots[:num_positions]
 
 
-def bytes_per_block(shapes: Sequence[LayerShape], block_tokens: int, bytes_per_number: int) -> int:
-    """Bytes of one block over all layers."""
-    numbers = sum(shape.num_kv_heads * (shape.key_size + shape.value_size) for shape in shapes)
-    return numbers * block_tokens * bytes_per_number
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,  # [1, H, R, D]
+    key: torch.Tensor,  # [1, G, R, D]
+    value: torch.Tensor,  # [1, G, R, D]
+    pack: Pack,
+    scaling: float,
+    window: int | None,
+) -> torch.Tensor:
+    """Store the rows' keys and values, then attend each sequence's rows to its own positions; [1, R, H, D]."""
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    pack.calls[layer] = pack.calls.get(layer, 0) + 1
+    keys, values, written = pack.cache.keys[layer], pack.cache.values[layer], pack.write_slots.numel()
+    keys.index_copy_(0, pack.write_slots, key[0, :, :written].transpose(0, 1))
+    values.index_copy_(0, pack.write_slots, value[0, :, :written].transpose(0, 1))
+    out = query.new_zeros(1, query.shape[2], query.shape[1], query.shape[3])
+    for index, rows in enumerate(pack.sequences):
+        span = slice(rows.first, rows.first + rows.count)
+        attended = scaled_dot_product_attention(
+            query[:, :, span],
+            keys[rows.slots].transpose(0, 1)[None],
+            values[rows.slots].transpose(0, 1)[None],
+            attn_mask=pack.mask(index, window, query.device),
+            scale=scaling,
+            enable_gqa=True,
+        )
+        out[:, span] = attended.transpose(1, 2)
+    return out
 
 
-def plan_blocks(
-    block_bytes: int,
-    context_blocks: int,
-    free_bytes: int,
-    kv_bytes: int | None = None,
-    memory_fraction: float = 0.6,
-    most_sequences: int = 64,
-) -> int:
-    """How many blocks to allocate: `kv_bytes` if given, else `memory_fraction` of the free memory.
+def _as_index(slots: list[int], device: torch.device) -> slice | torch.Tensor:
+    """A slice where the slots follow one another, so that reading them copies nothing."""
+    if slots[-1] - slots[0] == len(slots) - 1:
+        return slice(slots[0], slots[-1] + 1)
+    return torch.tensor(slots, dtype=torch.long, device=device)
 
-    context_blocks  blocks of one sequence of the model's full context
-    free_bytes      memory that is free once the weights are loaded
-    most_sequences  never more than this many full contexts: a large machine need not set aside all it has
 
-    ValueError if not even one block fits.
-    """
-    assert block_bytes > 0 and context_blocks > 0
-    budget = kv_bytes if kv_bytes is not None else int(free_bytes * memory_fraction)
-    blocks = budget // block_bytes
-    if blocks < 1:
-        raise ValueError(f"{budget} bytes hold no KV block of {block_bytes} bytes; raise kv.bytes or kv.memory_fraction")
-    return min(blocks, context_blocks * most_sequences)
+def _causal_mask(start: int, end: int, window: int | None, device: torch.device) -> torch.Tensor | None:
+    if end - start == 1 and (window is None or end <= window):
+        return None
+    rows = torch.arange(start, end, device=device)[:, None]
+    positions = torch.arange(end, device=device)[None, :]
+    mask = positions <= rows
+    return mask if window is None else mask & (positions > rows - window)

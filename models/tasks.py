@@ -74,6 +74,18 @@ def start_task(sender: object, step: Step, state: SequenceState, now_s: float) -
     return Task(sender, step, state, now_s, next_sample, rows_end)
 
 
+def is_overtaken(task: Task) -> bool:
+    """Whether commits since its start replaced the tail it works on, or reach past where it would draft or check.
+
+    Finishing it then would put its token into text that is committed. Probes and prefills only look at their tokens.
+    """
+    step, state = task.step, task.state
+    if isinstance(step, Probe) or (isinstance(step, Draft) and step.count == 0):
+        return task.rows_end > len(state.tokens)
+    first = step.from_len + len(step.tokens) - (step.count if isinstance(step, Check) else 0)
+    return state.committed_len > first or task.rows_end != len(state.tokens)
+
+
 def continue_draft(task: Task, end_ids: AbstractSet[int], context_len: int) -> bool:
     """After all rows of a pass: append a drafted token and prepare the next one. False when the task is done.
 

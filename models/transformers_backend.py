@@ -1,30 +1,185 @@
-"""Any decoder-only causal language model of transformers as a `Backend`: one forward over packed rows of many sequences.
+"""Any decoder-only causal LM of transformers as a `Backend`: packed rows of many sequences in one forward.
 
-The model's own code runs; only its attention is ours (`models/attention.py`), over a paged cache. Models whose result for
-a sequence would depend on the batch, or whose state cannot be rolled back, are refused when they are loaded, with
-`UnsupportedModel`: by what their configuration says, and by a probe that compares them with transformers' own attention.
-
-Letters: R packed rows, V vocabulary.
+The model's own code runs unchanged; only its attention function is ours (`AttentionInterface`), which reads and writes
+the paged cache. What cannot be rolled back by setting a length, or depends on the other rows of the batch, is refused
+when loaded (`UnsupportedModel`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-import transformers
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from models.attention import LEAST_ROWS, NAME, PagedRows, UnsupportedModel, paged_attention, plan_rows
+from kvstate.protocol import Sampling
 from models.backend import Slice
-from models.kv_cache import KvCache, LayerShape
+from models.kv_cache import KVCache, Pack, pack_rows, paged_attention
 from models.sampling import sample
 from models.tokenizer import read_end_ids, read_fingerprint
-from kvstate.protocol import Sampling
 
-__all__ = ["TransformersBackend", "UnsupportedModel", "read_config", "layer_shapes", "paged_attention"]
+ATTENTION = "specrelay_paged"
+LEAST_ROWS = 4
+"""Products of 4 and more float32 rows give a row the same bits whatever the others are; shorter packs are padded."""
 
-_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
-_BATCH_ROPE = frozenset({"dynamic", "longrope"})
-_PROBE_IDS = 11
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
-"""Largest difference of logits from the reference in the probe, as a share of the largest logit."""
+NEUTRAL_KEYWORDS = frozenset(
+    {"dropout", "is_causal", "position_ids", "cache_position", "use_cache", "output_attentions"}
+)
+
+
+class UnsupportedModel(Exception):
+    """The model cannot be served exactly."""
+
+    def __init__(self, model: str, reason: str) -> None:
+        super().__init__(model, reason)
+        self.model, self.reason = model, reason
+
+    def __str__(self) -> str:
+        return f"{self.model}: {self.reason}"
+
+
+class TransformersBackend:
+    """`layers`: keep only the first K decoder layers (early exit). `num_blocks` blocks of KV are reserved."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        dtype: torch.dtype,
+        device: str,
+        num_blocks: int,
+        block_tokens: int = 16,
+        layers: int | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        AttentionInterface.register(ATTENTION, _attend)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        _refuse_unservable(folder.name, config)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation=ATTENTION, trust_remote_code=trust_remote_code
+        )
+        self._model = _shortened(folder.name, model, layers).to(torch.device(device)).eval()  # type: ignore[arg-type]
+        self._device = torch.device(device)
+        text = config.get_text_config(decoder=True)
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        self._num_layers = len(self._model.get_decoder().layers)
+        self._cache = KVCache(self._num_layers, num_blocks * block_tokens, heads, head_size, dtype, self._device)
+        self.vocabulary = read_fingerprint(folder)
+        self.vocab_size = int(text.vocab_size)
+        self.context_len = int(text.max_position_embeddings)
+        self.end_ids = read_end_ids(folder)
+        self.num_blocks = num_blocks
+        self.block_tokens = block_tokens
+        self._probe(folder.name)
+
+    @torch.inference_mode()
+    def forward(self, slices: Sequence[Slice]) -> list[list[int | None]]:
+        """See `Backend.forward`. One forward, one sampling pass over all sampled rows."""
+        pack = pack_rows(slices, self.block_tokens, self._cache, self._device)
+        ids = [token for s in slices for token in s.tokens[s.start : s.end]]
+        positions = [position for s in slices for position in range(s.start, s.end)]
+        wanted = [
+            rows.first + position - rows.start
+            for s, rows in zip(slices, pack.sequences, strict=True)
+            for position in range(s.sample_from, s.end)
+        ]
+        logits = self._logits(ids, positions, wanted, pack)
+        sampled_at = [position + 1 for s in slices for position in range(s.sample_from, s.end)]
+        samplings = [s.sampling for s in slices for _ in range(s.sample_from, s.end)]
+        samples = iter(sample(logits, sampled_at, samplings) if wanted else [])
+        return [[next(samples) for _ in range(s.sample_from, s.end)] for s in slices]
+
+    def _logits(self, ids: list[int], positions: list[int], wanted: list[int], pack: Pack) -> torch.Tensor:
+        """[len(wanted), V]; rows of padding are computed at position 0 and never stored or attended."""
+        padding = [0] * (LEAST_ROWS - len(ids))
+        keep = wanted + [wanted[-1] if wanted else 0] * (LEAST_ROWS - len(wanted))
+        output = self._model(
+            input_ids=torch.tensor([ids + padding], device=self._device),
+            position_ids=torch.tensor([positions + padding], device=self._device),
+            use_cache=False,
+            logits_to_keep=torch.tensor(keep, device=self._device),
+            pack=pack,
+        )
+        logits: torch.Tensor = output.logits[0, : len(wanted)]
+        return logits
+
+    def _probe(self, name: str) -> None:
+        """Every layer must have called our attention exactly once, else a mixer of another kind is inside."""
+        pack = pack_rows([_probe_slice()], self.block_tokens, self._cache, self._device)
+        with torch.inference_mode():
+            self._logits([0, 0], [0, 1], [1], pack)
+        if pack.calls != dict.fromkeys(range(self._num_layers), 1):
+            raise UnsupportedModel(name, "not every layer runs attention exactly once, so its state cannot roll back")
+
+
+def plan_blocks(
+    config: PreTrainedConfig,
+    *,
+    num_layers: int,
+    dtype_bytes: int,
+    block_tokens: int,
+    kv_bytes: int | None,
+    free_bytes: int,
+    memory_fraction: float,
+    most_sequences: int = 64,
+) -> int:
+    """How many KV blocks to reserve: `kv_bytes` if given, else the fraction of free memory, but no more than
+    `most_sequences` full contexts could fill.
+    """
+    text = config.get_text_config(decoder=True)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    block_bytes = 2 * num_layers * heads * head_size * dtype_bytes * block_tokens
+    if kv_bytes is not None:
+        return int(kv_bytes // block_bytes)
+    useful = most_sequences * -(-int(text.max_position_embeddings) // block_tokens)
+    return int(min(useful, int(free_bytes * memory_fraction) // block_bytes))
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float,
+    pack: Pack,
+    sliding_window: int | None = None,
+    **keywords: object,
+) -> tuple[torch.Tensor, None]:
+    """What transformers calls in every layer. The mask is ours alone: `pack` knows which rows belong together."""
+    del attention_mask
+    changing = {name for name, value in keywords.items() if value is not None and name not in NEUTRAL_KEYWORDS}
+    if changing:
+        names = ", ".join(sorted(changing))
+        raise UnsupportedModel(type(module).__name__, f"its attention is changed by {names}, which is not supported")
+    return paged_attention(module, query, key, value, pack, scaling, sliding_window), None
+
+
+def _refuse_unservable(name: str, config: PreTrainedConfig) -> None:
+    text = config.get_text_config(decoder=True)
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    kinds = {rope.get("rope_type")} | {v.get("rope_type") for v in rope.values() if isinstance(v, dict)}
+    if kinds & {"dynamic", "longrope"}:
+        raise UnsupportedModel(name, "its rotary positions depend on the longest sequence of a batch")
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModel(name, "it is not a decoder-only model")
+
+
+def _shortened(name: str, model: PreTrainedModel, layers: int | None) -> PreTrainedModel:
+    """The model with its first `layers` decoder layers; its norm and head stay."""
+    if not getattr(model, "_supports_attention_backend", False):
+        raise UnsupportedModel(name, "its architecture does not let its attention be replaced")
+    decoder = model.get_decoder()
+    if layers is None:
+        return model
+    if not 1 <= layers <= len(decoder.layers):
+        raise UnsupportedModel(name, f"layers: {layers} is not within its {len(decoder.layers)} layers")
+    decoder.layers = decoder.layers[:layers]
+    decoder.config.num_hidden_layers = layers
+    return model
+
+
+def _probe_slice() -> Slice:
+    return Slice([0, 0], 0, 2, 1, 2, [0], Sampling())

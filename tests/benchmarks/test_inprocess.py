@@ -135,12 +135,12 @@ async def test_every_holder_ends_at_the_committed_length_and_frees_it() -> None:
             if part.finish_reason is None and part.from_index > 30:
                 (seq,) = cluster.coordinator.ledger.running
                 async with asyncio.timeout(2.0):
-                    while not cluster.coordinator.converged(seq):  # the model off the chain too
-                        await asyncio.sleep(0.001)  # noqa: ASYNC110 - the cores have no event for this
+                    while not cluster.coordinator.converged(seq):  # noqa: ASYNC110 - cores have no event for it
+                        await asyncio.sleep(0.001)
                 break
         async with asyncio.timeout(2.0):
-            while any(engine.held() for engine in cluster.engines.values()):
-                await asyncio.sleep(0.001)  # noqa: ASYNC110 - the cores have no event for this
+            while any(engine.held() for engine in cluster.engines.values()):  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +159,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
         initializer_range=0.3,
     )
     folder = tmp_path_factory.mktemp("tiny")
-    LlamaForCausalLM(config).to(torch.float64).save_pretrained(folder)
+    LlamaForCausalLM(config).double().save_pretrained(folder)
     tokens = {"model": {"type": "WordLevel", "vocab": {f"t{i}": i for i in range(64)}, "unk_token": "t0"}}
     (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", **tokens}))
     return folder
