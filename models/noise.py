@@ -11,8 +11,8 @@ GOLDEN = 0x9E3779B97F4A7C15
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _MASK = (1 << 64) - 1
 
-LEAST, MOST = -3.1297, 22.8743
-"""Bounds of the noise: every g lies strictly between them (u is at least 0.5 / 2^32 from 0 and from 1)."""
+MOST = 22.8743
+"""Every g lies below it (u is at least 0.5 / 2^32 from 1)."""
 
 
 def scramble(word: int) -> int:

@@ -1,0 +1,224 @@
+"""Is the text of every chain the target's? `python -m benchmarks.identity --config FILE --prompts FILE`.
+
+Every chain of the config's models, the adaptive planner and a chain that changes within a request, greedy and seeded,
+alone and in batches, against `benchmarks.reference`. A near-tie is a first difference where the reference's best token
+led by at most 1e-3, which the order of float additions can turn. Fails if a text differs, if there is more than
+one near-tie, or if a chain with drafts had none accepted or none rejected, which would prove nothing.
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.inprocess import AUTO, InProcessCluster, Output, running
+from benchmarks.reference import Reference, ReferenceText
+from cluster.config import AppConfig, TransformersModel, load_config
+from deployments.backends import build_backend, build_tokenizer
+from kvstate.protocol import Sampling, Speculation
+from router.planner import Plan
+
+THREADS = 2
+MOST_PROMPT_CHARACTERS = 1500
+NEAR_TIE = 1e-3
+MOST_NEAR_TIES = 1
+SWITCH_ROUNDS = 5
+DEADLINE_S = 1800.0
+TEMPERATURES = {"greedy": 0.0, "seeded": 0.8}
+OFF = Speculation("off")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """`switching`: the fixed plans that take turns within each request."""
+
+    name: str
+    speculation: Speculation
+    has_drafts: bool = False
+    switching: tuple[Speculation, ...] = ()
+
+
+@dataclass(slots=True)
+class Counts:
+    equal: int = 0
+    near_tie: int = 0
+    different: int = 0
+    accepted: int = 0
+    rejected: int = 0
+
+    def add(self, output: Output, wanted: ReferenceText) -> None:
+        verdict = compare(output.tokens, wanted)
+        self.equal += verdict == "equal"
+        self.near_tie += verdict == "near-tie"
+        self.different += verdict == "different"
+        assert output.metrics is not None, "the last part carries the metrics"
+        self.accepted += output.metrics.accepted_draft_tokens
+        self.rejected += output.metrics.draft_tokens - output.metrics.accepted_draft_tokens
+
+
+def compare(tokens: Sequence[int], wanted: ReferenceText) -> str:
+    """equal, near-tie or different."""
+    if tuple(tokens) == wanted.tokens:
+        return "equal"
+    pairs = itertools.zip_longest(tokens, wanted.tokens)
+    first = next(i for i, (got, want) in enumerate(pairs) if got != want)
+    near = first < min(len(tokens), len(wanted.tokens)) and wanted.margins[first] <= NEAR_TIE
+    return "near-tie" if near else "different"
+
+
+def rows_of(models: Sequence[str]) -> list[Row]:
+    """`models`: cheapest first, target last."""
+    *drafters, target = models
+    chains = [(name, target) for name in drafters]
+    chains += [tuple(models)] if len(drafters) > 1 else []
+    fixed = [Speculation("fixed", chain, (3, *range(6, 3 * len(chain), 3))[: len(chain) - 1]) for chain in chains]
+    rows = [Row("target", OFF), *(Row("→".join(wish.chain), wish, has_drafts=True) for wish in fixed)]
+    return [*rows, Row("adaptive", AUTO), Row("switching", AUTO, has_drafts=True, switching=(*fixed, OFF))]
+
+
+@contextmanager
+def switching(cluster: InProcessCluster, wishes: Sequence[Speculation]) -> Iterator[None]:
+    """Every request goes on to the next of `wishes` after SWITCH_ROUNDS plans; the router has one task per request."""
+    planning: Any = cluster.router.planning
+    plan: Callable[[Sequence[str], Speculation], Plan] = planning.plan
+    rounds: weakref.WeakKeyDictionary[asyncio.Task[Any], int] = weakref.WeakKeyDictionary()
+
+    def plan_next(holders: Sequence[str], speculation: Speculation) -> Plan:
+        del speculation
+        task = asyncio.current_task()
+        assert task is not None
+        rounds[task] = rounds.get(task, -1) + 1
+        return plan(holders, wishes[rounds[task] // SWITCH_ROUNDS % len(wishes)])
+
+    planning.plan = plan_next
+    try:
+        yield
+    finally:
+        planning.plan = plan
+
+
+class Bench:
+    """`prompts`: token ids; `wanted[mode][i]`: the reference's text for prompt i."""
+
+    def __init__(
+        self,
+        cluster: InProcessCluster,
+        prompts: Sequence[Sequence[int]],
+        wanted: Mapping[str, Sequence[ReferenceText]],
+        max_tokens: int,
+        stop_ids: Sequence[int],
+    ) -> None:
+        self._cluster = cluster
+        self._prompts = prompts
+        self._wanted = wanted
+        self._max_tokens = max_tokens
+        self._stop_ids = stop_ids
+
+    async def run(self, row: Row, mode: str, concurrency: int) -> Counts:
+        """All prompts, `concurrency` at a time; they repeat where there are fewer."""
+        counts = Counts()
+        requests = iter([i % len(self._prompts) for i in range(max(concurrency, len(self._prompts)))])
+
+        async def worker() -> None:
+            for index in requests:
+                sampling = Sampling(TEMPERATURES[mode], seed=index)
+                output = await self._cluster.generate(
+                    self._prompts[index], sampling, self._max_tokens, self._stop_ids, row.speculation, DEADLINE_S
+                )
+                counts.add(output, self._wanted[mode][index])
+
+        plans: AbstractContextManager[None] = nullcontext()
+        if row.switching:
+            plans = switching(self._cluster, row.switching)
+        with plans:
+            await asyncio.gather(*(worker() for _ in range(concurrency)))
+        return counts
+
+
+def read_prompts(path: Path, limit: int) -> list[str]:
+    """The first turns of the first `limit` lines that are short enough."""
+    texts = [json.loads(line)["turns"][0] for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    short: list[str] = []
+    skipped = 0
+    for text in texts:
+        if len(short) == limit:
+            break
+        if len(text) > MOST_PROMPT_CHARACTERS:
+            skipped += 1
+        else:
+            short.append(text)
+    print(f"{len(short)} prompts, {skipped} skipped: over {MOST_PROMPT_CHARACTERS} characters", flush=True)
+    return short
+
+
+def with_dtype(config: AppConfig, dtype: str) -> AppConfig:
+    models = [m.model_copy(update={"dtype": dtype}) if isinstance(m, TransformersModel) else m for m in config.models]
+    return config.model_copy(update={"models": type(config.models)(models)})
+
+
+def make_reference(config: AppConfig, dtype: str, prompts: Sequence[Sequence[int]], max_tokens: int) -> Any:
+    """Texts by mode and prompt."""
+    target = config.target
+    assert isinstance(target, TransformersModel), "the target must have weights"
+    reference = Reference(target.source, target.revision, getattr(torch, dtype))
+    stop_ids = build_tokenizer(config).stop_ids
+    return {
+        mode: [reference.generate(p, temperature, i, max_tokens, stop_ids) for i, p in enumerate(prompts)]
+        for mode, temperature in TEMPERATURES.items()
+    }
+
+
+async def compare_all(args: argparse.Namespace) -> int:
+    """The exit code."""
+    config = with_dtype(load_config(args.config), args.dtype)
+    tokenizer = build_tokenizer(config)
+    texts = read_prompts(args.prompts, args.limit)
+    prompts = [tokenizer.render_chat([{"role": "user", "content": text}]) for text in texts]
+    wanted = make_reference(config, args.dtype, prompts, args.tokens)
+    backends = {name: build_backend(config, name) for name in sorted(config.levels, key=config.levels.__getitem__)}
+    torch.set_num_threads(THREADS)
+    print(f"{'chain':32} mode   batch equal near different accepted rejected seconds", flush=True)
+    near_ties, failed = 0, False
+    async with running(backends) as cluster:
+        bench = Bench(cluster, prompts, wanted, args.tokens, tuple(tokenizer.stop_ids))
+        for row, mode, size in itertools.product(rows_of(list(backends)), TEMPERATURES, args.concurrency):
+            began_s = time.monotonic()
+            counts = await bench.run(row, mode, size)
+            print_row(row, mode, size, counts, time.monotonic() - began_s)
+            near_ties += counts.near_tie
+            failed |= counts.different > 0 or (row.has_drafts and 0 in (counts.accepted, counts.rejected))
+    failed |= near_ties > MOST_NEAR_TIES
+    print(f"{'FAILED' if failed else 'passed'}: {near_ties} near-ties in all", flush=True)
+    return int(failed)
+
+
+def print_row(row: Row, mode: str, size: int, counts: Counts, seconds: float) -> None:
+    verdicts = f"{counts.equal:5} {counts.near_tie:4} {counts.different:9}"
+    print(
+        f"{row.name:32} {mode} {size:5} {verdicts} {counts.accepted:8} {counts.rejected:8} {seconds:7.1f}", flush=True
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, type=Path)
+    parser.add_argument("--prompts", required=True, type=Path)
+    parser.add_argument("--dtype", default="float32", choices=["float64", "float32", "bfloat16", "float16"])
+    parser.add_argument("--limit", default=12, type=int)
+    parser.add_argument("--tokens", default=96, type=int)
+    parser.add_argument("--concurrency", default=[1, 8], type=int, nargs="+")
+    torch.set_num_threads(THREADS)
+    return asyncio.run(compare_all(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
