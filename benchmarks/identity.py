@@ -78,7 +78,7 @@ def compare(tokens: Sequence[int], wanted: ReferenceText) -> str:
 def rows_of(models: Sequence[str]) -> list[Row]:
     """`models`: cheapest first, target last."""
     *drafters, target = models
-    chains = [(name, target) for name in drafters]
+    chains: list[tuple[str, ...]] = [(name, target) for name in drafters]
     chains += [tuple(models)] if len(drafters) > 1 else []
     fixed = [Speculation("fixed", chain, (3, *range(6, 3 * len(chain), 3))[: len(chain) - 1]) for chain in chains]
     rows = [Row("target", OFF), *(Row("→".join(wish.chain), wish, has_drafts=True) for wish in fixed)]
@@ -184,6 +184,8 @@ async def compare_all(args: argparse.Namespace) -> int:
     texts = read_prompts(args.prompts, args.limit)
     prompts = [tokenizer.render_chat([{"role": "user", "content": text}]) for text in texts]
     wanted = make_reference(config, args.dtype, prompts, args.tokens)
+    differing = sum(g.tokens != s.tokens for g, s in zip(wanted["greedy"], wanted["seeded"], strict=True))
+    print(f"{differing} of {len(prompts)} seeded reference texts differ from the greedy ones", flush=True)
     backends = {name: build_backend(config, name) for name in sorted(config.levels, key=config.levels.__getitem__)}
     torch.set_num_threads(THREADS)
     print(f"{'chain':32} mode   batch equal near different accepted rejected seconds", flush=True)

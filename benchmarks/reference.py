@@ -49,7 +49,7 @@ class Reference:
         cache: Any = transformers.DynamicCache()
         pending = list(prompt)
         while len(tokens) < max_tokens:
-            output = self._model(torch.tensor([pending]), past_key_values=cache, use_cache=True)
+            output = self._model(torch.tensor([pending]), cache=cache, use_cache=True)
             logits = output.logits[0, -1].float().numpy()
             token, margin = _choose(logits, temperature, seed, len(prompt) + len(tokens))
             tokens.append(token)

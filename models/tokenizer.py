@@ -85,7 +85,7 @@ class ByteTokenizer:
 
     def __init__(self) -> None:
         self.stop_ids = frozenset({self.END_ID})
-        self.vocabulary = "bytes"
+        self.vocabulary = "bytes+eos"
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())

@@ -130,15 +130,17 @@ async def test_a_lost_drafter_shrinks_the_chain() -> None:
 
 
 async def test_every_holder_ends_at_the_committed_length_and_frees_it() -> None:
-    async with running(chain_of_three()) as cluster:
-        async for part in cluster.stream(PROMPTS[0], GREEDY, 60, (256,), fixed(("a", "t"))):
+    slow = {"a": EmulateSpec(5.0, 0.6), "b": EmulateSpec(5.0, 0.8), "t": EmulateSpec(5.0, 1.0)}
+    backends = {n: EmulatedBackend(n, rank, spec, 256) for rank, (n, spec) in enumerate(slow.items(), 1)}
+    async with running(backends) as cluster:
+        async for part in cluster.stream(PROMPTS[0], GREEDY, 2000, (256,), fixed(("a", "t"))):
             if part.finish_reason is None and part.from_index > 30:
                 (seq,) = cluster.coordinator.ledger.running
-                async with asyncio.timeout(2.0):
+                async with asyncio.timeout(10.0):
                     while not cluster.coordinator.converged(seq):  # noqa: ASYNC110 - cores have no event for it
                         await asyncio.sleep(0.001)
                 break
-        async with asyncio.timeout(2.0):
+        async with asyncio.timeout(5.0):
             while any(engine.held() for engine in cluster.engines.values()):  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
 

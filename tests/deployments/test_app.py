@@ -33,13 +33,15 @@ class App:
 
     def __init__(self, config: AppConfig) -> None:
         self.config = config
+        self._handles: dict[str, Any] = {}
         self.url = f"http://127.0.0.1:{config.http.port}"
         self.http = httpx.Client(base_url=self.url, timeout=60.0)
 
     def call(self, deployment: str, method: str) -> Any:
         """What a method of a deployment's replica returns; waits while Serve restarts it."""
-        handle = serve.get_deployment_handle(deployment, self.config.name)
-        return getattr(handle, method).remote().result(timeout_s=20.0)
+        if deployment not in self._handles:  # a new handle takes a while to find its replica
+            self._handles[deployment] = serve.get_deployment_handle(deployment, self.config.name)
+        return getattr(self._handles[deployment], method).remote().result(timeout_s=20.0)
 
     def kill(self, deployment: str) -> None:
         os.kill(self.call(deployment, "pid"), signal.SIGKILL)
@@ -201,8 +203,9 @@ def test_case_21_a_client_that_leaves_frees_kv_everywhere(app: App) -> None:
     names = [model.name for model in app.config.models]
     body = {"model": app.config.name, "prompt": PROMPT, "max_tokens": 2000, "stream": True}
     with app.http.stream("POST", "/v1/completions", json=body) as response:
-        next(response.iter_lines())
-        eventually(lambda: all(app.call(name, "num_sequences") == 1 for name in names), 2.0)
+        lines = response.iter_lines()  # kept: when it is dropped, the client leaves
+        next(lines)
+        eventually(lambda: all(app.call(name, "num_sequences") == 1 for name in names), 20.0)
     eventually(lambda: all(app.call(name, "num_sequences") == 0 for name in names), 2.0)
     eventually(lambda: app.call("KVCoordinator", "sequences") == {}, 2.0)
 

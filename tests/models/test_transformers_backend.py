@@ -1,0 +1,193 @@
+"""Packed rows over paged KV against transformers' own forward: tiny random models in float64, so equality is exact."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from kvstate.protocol import Sampling
+from models.backend import Slice
+from models.sampling import sample
+from models.transformers_backend import TransformersBackend, UnsupportedModel, plan_blocks
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 128,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+    "pad_token_id": 0,
+}
+FAMILIES: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
+    "llama": lambda: transformers.LlamaConfig(**SIZES),
+    "qwen2": lambda: transformers.Qwen2Config(**SIZES),
+    "qwen3": lambda: transformers.Qwen3Config(**SIZES),
+    "gemma": lambda: transformers.GemmaConfig(**SIZES),
+    "sliding": lambda: transformers.MistralConfig(**SIZES, sliding_window=7),
+}
+SEEDED = Sampling(1.0, seed=11)
+BLOCKS = {0: [5, 1, 9, 3, 12, 7], 1: [2, 4, 6, 8, 10, 11], 2: [20, 21, 22, 23, 24, 25]}
+
+
+def save(folder: Path, config: transformers.PreTrainedConfig) -> Path:
+    torch.manual_seed(3)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    model.save_pretrained(folder)
+    return folder
+
+
+def load(folder: Path, layers: int | None = None, dtype: torch.dtype = torch.float64) -> TransformersBackend:
+    return TransformersBackend(folder, dtype=dtype, device="cpu", num_blocks=32, block_tokens=8, layers=layers)
+
+
+def reference(folder: Path, layers: int | None = None) -> transformers.PreTrainedModel:
+    config = transformers.AutoConfig.from_pretrained(folder)
+    if layers is not None:
+        config.num_hidden_layers = layers
+    return transformers.AutoModelForCausalLM.from_pretrained(  # type: ignore[no-any-return]
+        folder, config=config, dtype=torch.float64, attn_implementation="eager"
+    ).eval()
+
+
+@torch.inference_mode()
+def continuation(model: transformers.PreTrainedModel, prompt: list[int], count: int, sampling: Sampling) -> list[int]:
+    """Without any cache: the whole prefix through transformers' forward for each token."""
+    tokens = list(prompt)
+    for _ in range(count):
+        logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1:]
+        tokens += sample(logits, [len(tokens)], [sampling])
+    return tokens[len(prompt) :]
+
+
+def rows(tokens: list[int], start: int, sample_from: int, name: int, sampling: Sampling) -> Slice:
+    return Slice(tokens, start, len(tokens), sample_from, len(tokens), BLOCKS[name], sampling)
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp(request.param), FAMILIES[request.param]())
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), SEEDED])
+def test_packed_sequences_equal_transformers(folder: Path, sampling: Sampling) -> None:
+    """Three prompts of unequal length in every forward; blocks of two are scattered."""
+    prompts = [[1, 5, 9], [1, *range(40, 57)], [1]]
+    expected = [continuation(reference(folder), prompt, 12, sampling) for prompt in prompts]
+    backend = load(folder)
+    texts, starts = [list(prompt) for prompt in prompts], [0, 0, 0]
+    for _ in range(12):
+        slices = [rows(text, starts[i], len(text) - 1, i, sampling) for i, text in enumerate(texts)]
+        for i, [token] in enumerate(backend.forward(slices)):
+            assert token is not None
+            starts[i] = len(texts[i])
+            texts[i].append(token)
+    assert [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)] == expected
+    assert len({token for text in expected for token in text}) > 5
+
+
+def test_greedy_equals_generate(folder: Path) -> None:
+    prompt = [1, 7, 33, 2, 90]
+    made = reference(folder).generate(  # type: ignore[operator]
+        torch.tensor([prompt]), max_new_tokens=10, min_new_tokens=10, do_sample=False, eos_token_id=None
+    )
+    assert continuation(reference(folder), prompt, 10, Sampling()) == made[0, len(prompt) :].tolist()
+
+
+def test_rollback_is_overwriting(folder: Path) -> None:
+    """A check of wrong tokens leaves KV behind; the right tokens written over it give the right samples."""
+    prompt = [1, *range(60, 70)]
+    expected = continuation(reference(folder), prompt, 6, Sampling())
+    backend = load(folder)
+    backend.forward([rows(prompt, 0, len(prompt), 0, Sampling())])
+    wrong = [*prompt, expected[0], *[(token + 1) % 128 for token in expected[1:]], 4, 4, 4]
+    [verdict] = backend.forward([rows(wrong, len(prompt), len(prompt), 0, Sampling())])
+    assert verdict[0] == expected[1]
+    right = prompt + expected[:5]
+    [again] = backend.forward([rows(right, len(prompt) + 1, len(prompt) + 1, 0, Sampling())])
+    assert again == expected[2:6]
+
+
+def test_chunked_prefill_beside_a_check_equals_one_prefill(folder: Path) -> None:
+    long, other = [1, *range(30, 60)], [1, 99, 98, 97]
+    expected = continuation(reference(folder), long, 1, SEEDED)
+    own = continuation(reference(folder), other, 3, SEEDED)
+    backend = load(folder)
+    backend.forward([rows(other, 0, len(other), 1, SEEDED)])
+    first = Slice(long, 0, 13, 13, len(long), BLOCKS[0], SEEDED)
+    check = rows(other + own[:2], 3, 3, 1, SEEDED)
+    assert backend.forward([first, check]) == [[], own]
+    assert backend.forward([rows(long, 13, len(long) - 1, 0, SEEDED)]) == [expected]
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_early_exit_equals_the_truncated_model(tmp_path: Path, layers: int) -> None:
+    saved = save(tmp_path, FAMILIES["llama"]())
+    prompt = [1, 5, 9, 77]
+    expected = continuation(reference(saved, layers), prompt, 8, Sampling())
+    backend, text, start = load(saved, layers), list(prompt), 0
+    for _ in range(8):
+        [[token]] = backend.forward([rows(text, start, len(text) - 1, 2, Sampling())])
+        assert token is not None
+        start = len(text)
+        text.append(token)
+    assert text[len(prompt) :] == expected
+    assert expected != continuation(reference(saved), prompt, 8, Sampling())
+
+
+def test_what_it_says_of_itself(tmp_path: Path) -> None:
+    backend = load(save(tmp_path, FAMILIES["llama"]()))
+    assert (backend.context_len, backend.end_ids) == (256, frozenset({2}))
+    assert (backend.num_blocks, backend.block_tokens) == (32, 8)
+    assert backend.forward([]) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (transformers.Gemma2Config(**SIZES), "softcap"),
+        (transformers.BloomConfig(hidden_size=64, n_layer=2, n_head=4, vocab_size=128), "attention be replaced|atten"),
+        (
+            transformers.LlamaConfig(
+                **SIZES, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+            ),
+            "longest sequence",
+        ),
+        (transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=128), "."),
+    ],
+    ids=["softcap", "alibi", "dynamic rope", "recurrent"],
+)
+def test_refuses_what_it_cannot_serve_exactly(
+    tmp_path: Path, config: transformers.PreTrainedConfig, reason: str
+) -> None:
+    save(tmp_path, config)
+    with pytest.raises(UnsupportedModel, match=reason):
+        load(tmp_path)
+
+
+def test_refuses_more_layers_than_there_are(tmp_path: Path) -> None:
+    save(tmp_path, FAMILIES["llama"]())
+    with pytest.raises(UnsupportedModel, match="4"):
+        load(tmp_path, layers=4)
+
+
+def test_plan_blocks_prefers_bytes_to_a_fraction() -> None:
+    config = transformers.LlamaConfig(**SIZES)
+    sizes: dict[str, Any] = {
+        "num_layers": 3,
+        "dtype_bytes": 4,
+        "block_tokens": 16,
+        "free_bytes": 10 * 12288,
+        "memory_fraction": 0.5,
+    }
+    assert plan_blocks(config, kv_bytes=7 * 12288 + 1, **sizes) == 7  # 2 × 3 layers × 2 heads × 16 × 4 bytes × 16
+    assert plan_blocks(config, kv_bytes=None, **sizes) == 5
+    assert plan_blocks(config, kv_bytes=None, **{**sizes, "free_bytes": 2**40}) == 64 * 16
