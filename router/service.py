@@ -125,13 +125,15 @@ class RouterCore:
         self._connections.set()
 
     def replica_lost(self, replica_id: str) -> None:
-        """Its stream broke. Steps under way there end with ReplicaLost."""
-        self._connected.discard(replica_id)
+        """Steps under way there end with ReplicaLost. Its stream and the membership both tell; it counts once."""
+        self._calls.fail(replica_id)
+        if replica_id not in self._connected:
+            return
+        self._connected.remove(replica_id)
         member = self._members.get(replica_id)
         if member is not None:
             self.stats.replica_losses[member.info.model] += 1
             self.planning.table.remove_replica(member.info.model, replica_id)
-        self._calls.fail(replica_id)
 
     def on_coordinator(self, message: Message) -> None:
         match message:
