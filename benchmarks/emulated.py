@@ -7,11 +7,13 @@ Exit code 1 where a figure falls short of its target. docs/benchmarks.md says ho
 
 import argparse
 import asyncio
+import math
 import os
 import signal
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from benchmarks.oracle import Best, Level, best_by_length
 from cluster.config import load_config
 from specrelay.endpoint import endpoint_of
 
-NUM_TOKENS = 160
+NUM_TOKENS = 320
 WARM_UP_REQUESTS = 8
 KILL_TOKENS = 400
 POLL_S = 0.01
@@ -100,15 +102,16 @@ class Bench:
                 answer = await self.ask(f"{title} {i}", self.tokens, wish)
                 measured[length].append(answer.ms_per_token)
                 adaptive_chain = " ".join(answer.metrics.get("chain", [])) if length == 0 else adaptive_chain
-        medians = {length: statistics.median(values) for length, values in measured.items()}
+        means = {length: statistics.fmean(values) for length, values in measured.items()}
+        spread = {length: _standard_error(values) for length, values in measured.items()}
         for length, plan in best.items():
             name = f"{title}: {'→'.join(wishes[length]['chain'])} {list(plan.windows)}"
-            error = medians[length] / plan.ms_per_token - 1
-            figure = f"{medians[length]:.2f} ms, oracle {plan.ms_per_token:.2f}"
+            error = means[length] / plan.ms_per_token - 1
+            figure = f"{means[length]:.2f} ± {spread[length]:.2f} ms, oracle {plan.ms_per_token:.2f}"
             self.report.add(name, figure, f"within 10 %: {error:+.1%}", abs(error) <= 0.10)
-        fastest = min(medians[length] for length in best)
-        ratio = medians[0] / fastest
-        figure = f"{medians[0]:.2f} ms"
+        fastest = min(means[length] for length in best)
+        ratio = means[0] / fastest
+        figure = f"{means[0]:.2f} ± {spread[0]:.2f} ms"
         self.report.add(f"{title}: adaptive ({adaptive_chain})", figure, f"≤ 1.05×: {ratio:.3f}", ratio <= 1.05)
         self.report.add(f"{title}: warm-up of adaptive", f"{WARM_UP_REQUESTS} requests, {warm_up_s:.0f} s")
 
@@ -207,6 +210,10 @@ class Bench:
         return RETURN_LIMIT_S
 
 
+def _standard_error(values: Sequence[float]) -> float:
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+
+
 async def measure(app: EmulatedApp, report: Report, tokens: int, repeats: int, parts: list[str]) -> None:
     config = app.config
     endpoint = endpoint_of(config.http.host, config.http.port, config.security.api_keys_env)
@@ -230,7 +237,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--config", type=Path, default=Path("configs/emulated.yaml"))
     parser.add_argument("--tokens", type=int, default=NUM_TOKENS, help="per measured request")
-    parser.add_argument("--repeats", type=int, default=3, help="interleaved requests per chain; the median counts")
+    parser.add_argument("--repeats", type=int, default=6, help="interleaved requests per chain")
     parts = ("times", "counts", "convergence")
     parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
     arguments = parser.parse_args()

@@ -5,6 +5,7 @@ and model are touched by that thread alone. Messages are applied between two for
 It knows neither sockets nor event loops: replies go to a `deliver` callable, once per step.
 """
 
+import logging
 import threading
 import time
 from collections import deque
@@ -33,6 +34,8 @@ from kvstate.sequence import Ready, SequenceState, Stale, accept_step, apply_com
 from models.backend import Backend, Slice
 from models.tasks import Task, continue_draft, finish, is_overtaken, start_task
 
+log = logging.getLogger(__name__)
+
 Sender = object
 Deliver = Callable[[Sequence[tuple[Sender, Message]]], None]
 
@@ -57,10 +60,6 @@ class EngineStats:
     stale_messages: int = 0
     resent_prefixes: int = 0
     expired_sequences: int = 0
-
-
-class OutOfBlocks(Exception):
-    """One sequence alone needs more KV blocks than the replica has."""
 
 
 class Engine:
@@ -225,9 +224,14 @@ class Engine:
             self._blocks.release(seq)
 
     def _expire(self) -> None:
-        """Leases: a sequence that no message named for `lease_s` is dropped, so nothing leaks when a process dies."""
-        limit = self._clock() - self._lease_s
-        for seq in [s for s, h in self._holdings.items() if h.heard_s < limit]:
+        """Leases: a sequence that no message named for `lease_s` is dropped, so nothing leaks when a process dies.
+
+        While a step of it is being served nobody needs to name it: its router waits for the reply.
+        """
+        now_s = self._clock()
+        for task in self._tasks:
+            self._holdings[task.state.seq].heard_s = now_s
+        for seq in [s for s, h in self._holdings.items() if h.heard_s < now_s - self._lease_s]:
             self._forget(seq)
             self.stats.expired_sequences += 1
 
@@ -248,7 +252,11 @@ class Engine:
         for task in sorted(self._tasks, key=lambda t: not t.is_short):
             seq = task.state.seq
             end = min(task.rows_end, task.start + budget)
-            if budget == 0 or seq in sequences or not self._make_room(seq, end, sequences):
+            if budget == 0 or seq in sequences:
+                continue
+            if not self._make_room(seq, end, sequences):
+                if not sequences:
+                    self._give_up(task)
                 continue
             sequences.add(seq)
             chosen.append((task, self._slice(task, end)))
@@ -263,19 +271,26 @@ class Engine:
         return Slice(state.tokens, task.start, end, sample_from, prompt_len, blocks, state.sampling)
 
     def _make_room(self, seq: int, num_tokens: int, in_batch: set[int]) -> bool:
-        """Blocks for `num_tokens` positions, taken from sequences outside the batch if need be; False: wait a step."""
+        """Blocks for `num_tokens` positions, taken from sequences outside the batch if need be.
+
+        False: wait until those in the batch are done; with none in it, the replica is too small for this sequence.
+        """
         while not self._blocks.extend(seq, num_tokens):
             others = (h for s, h in self._holdings.items() if s != seq and s not in in_batch and h.state.kv_len)
             victim = min(others, key=lambda h: h.heard_s, default=None)
             if victim is None:
-                if in_batch:
-                    return False
-                raise OutOfBlocks(
-                    f"sequence {seq} needs {num_tokens} positions; free blocks: {self._blocks.free_blocks}"
-                )
+                return False
             self._rolled_back(victim.state, evict(victim.state))
             self._dropped.append(victim.state.seq)
         return True
+
+    def _give_up(self, task: Task) -> None:
+        """Drop a sequence that alone needs more blocks than there are; its router takes this replica for lost."""
+        seq = task.state.seq
+        log.warning("sequence %d needs %d positions, more than fit here: dropped", seq, task.rows_end)
+        self._forget(seq)
+        self._dropped.append(seq)
+        self._replies.append((task.sender, Need(seq, task.step.key, 0, unknown=True)))
 
     def _forward(self, batch: Sequence[tuple[Task, Slice]]) -> tuple[list[list[int | None]], float]:
         started_s = self._clock()
@@ -298,6 +313,7 @@ class Engine:
             if slice_.end < task.rows_end or continue_draft(task, self._backend.end_ids, self._backend.context_len):
                 continue
             self._tasks.remove(task)
+            self._holdings[task.state.seq].heard_s = self._clock()
             reply, dropped = finish(task)
             self._rolled_back(task.state, dropped)
             self._replies.append((task.sender, reply))

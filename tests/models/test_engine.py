@@ -24,7 +24,7 @@ from kvstate.protocol import (
     Verdict,
 )
 from models.emulated import EmulatedBackend, EmulateSpec, reference
-from models.engine import Engine, OutOfBlocks
+from models.engine import Engine
 from models.hashing import ROOT, mix
 
 PROMPT = tuple(b"The engine takes whatever is ready.")
@@ -369,11 +369,29 @@ def test_sequences_that_do_not_fit_together_are_served_in_turn() -> None:
     assert replica.engine.stats.most_sequences_in_forward == 1
 
 
-def test_sequence_larger_than_the_replica_is_refused() -> None:
+def test_sequence_larger_than_the_replica_is_dropped_and_others_go_on() -> None:
     replica = Replica(num_blocks=4)
+    small = PROMPT[:8]
+    replica.send(opening(1), opening(2, small))
+    replies = replica.send(check(1, 1, PROMPT, len(PROMPT)), check(2, 1, small, len(small)))
+    assert [r.unknown for r in replies if isinstance(r, Need)] == [True]
+    assert [[r.own_token] for r in replies if isinstance(r, Verdict)] == [target_text(small, 1)]
+    assert [held.seq for held in replica.engine.held()] == [2]
+    assert replica.engine.report().dropped == (1,)
+
+
+def test_lease_does_not_end_while_a_step_is_served() -> None:
+    replica = Replica(lease_s=30.0, max_rows=8)
     replica.ask(Opened, opening())
-    with pytest.raises(OutOfBlocks, match="sequence 1 needs"):
-        replica.send(check(1, 1, PROMPT, len(PROMPT)))
+    replica.engine.submit("router", [check(1, 1, PROMPT, len(PROMPT))])
+    num_steps = 0
+    while not isinstance(replica.delivered[-1][1], Verdict):
+        assert replica.engine.step(), "the sequence was dropped"
+        replica.clock.now_s += 20.0
+        num_steps += 1
+    assert num_steps > 2
+    replica.engine.step()
+    assert [held.seq for held in replica.engine.held()] == [1]
 
 
 def test_lease_ends_without_messages_only() -> None:
