@@ -3,7 +3,8 @@
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
 
 from deployments.completions import Piece
@@ -73,11 +74,12 @@ def usage_of(message: OpenRequest, output_len: int) -> dict[str, int]:
 
 
 async def whole_answer(
-    parts: AsyncIterator[Piece], shape: Shape, body: Generation, message: OpenRequest
+    parts: AsyncGenerator[Piece, None], shape: Shape, body: Generation, message: OpenRequest
 ) -> dict[str, object]:
     text, last = "", Piece("", 0)
-    async for piece in parts:
-        text, last = text + piece.text, piece
+    async with aclosing(parts):
+        async for piece in parts:
+            text, last = text + piece.text, piece
     answer = shape.whole(text, last.finish_reason, usage_of(message, last.output_len))
     if body.include_spec_metrics and last.metrics is not None:
         answer["metrics"] = spec_metrics(last.metrics)
@@ -85,17 +87,18 @@ async def whole_answer(
 
 
 async def events(
-    first: Piece, parts: AsyncIterator[Piece], shape: Shape, body: Generation, message: OpenRequest
+    first: Piece, parts: AsyncGenerator[Piece, None], shape: Shape, body: Generation, message: OpenRequest
 ) -> AsyncIterator[str]:
     """One event per commit; an error after the first token is an event too."""
     piece = first
-    yield _event(_chunk(first, shape, body, is_first=True))
-    try:
-        async for piece in parts:
-            yield _event(_chunk(piece, shape, body, is_first=False))
-    except ApiError as error:
-        yield _event(error.body())
-        return
+    async with aclosing(parts):
+        yield _event(_chunk(first, shape, body, is_first=True))
+        try:
+            async for piece in parts:
+                yield _event(_chunk(piece, shape, body, is_first=False))
+        except ApiError as error:
+            yield _event(error.body())
+            return
     if body.stream_options is not None and body.stream_options.include_usage:
         yield _event(shape.usage_chunk(usage_of(message, piece.output_len)))
     yield "data: [DONE]\n\n"

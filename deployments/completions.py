@@ -1,13 +1,14 @@
 """From OpenAI's bodies to the router's messages, and from committed tokens to text cut at stop strings."""
 
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 
 from cluster.config import AppConfig
 from deployments.openai_api import ApiError, ChatBody, CompletionBody, Generation
 from deployments.router_link import RouterLink
-from kvstate.protocol import Delivered, FinishReason, OpenRequest, Sampling, SpecMetrics, Speculation
+from kvstate.protocol import FinishReason, OpenRequest, Sampling, SpecMetrics, Speculation
 from models.tokenizer import IncrementalDetokenizer, Tokenizer, TokenizerError
 
 
@@ -60,60 +61,59 @@ class Translator:
     def _prompt(self, body: Generation) -> tuple[list[int], str]:
         try:
             if isinstance(body, ChatBody):
-                return self.tokenizer.render_chat([m.model_dump(exclude_none=True) for m in body.messages]), "messages"
+                return self.tokenizer.render_chat([m.for_template() for m in body.messages]), "messages"
             assert isinstance(body, CompletionBody)
             return self.tokenizer.encode(body.prompt) if isinstance(body.prompt, str) else body.prompt, "prompt"
         except TokenizerError as error:
             raise ApiError(400, str(error), "messages" if isinstance(body, ChatBody) else "prompt") from error
 
 
-async def pieces(
-    link: RouterLink, message: OpenRequest, tokenizer: Tokenizer, stops: list[str]
-) -> AsyncIterator[Piece]:
-    """Text as it is committed, cut before a stop string, wherever it begins and ends."""
-    text, shown, output_len = "", 0, 0
-    detokenizer = IncrementalDetokenizer(tokenizer)
-    cut_len: int | None = None
-    stream = link.generate(message)
-    async for part in stream:
-        if cut_len is not None:
-            if part.finish_reason is not None:
-                yield Piece("", cut_len, FinishReason.STOP, part.metrics)
-            continue
-        for token in part.tokens:
-            output_len += 1
-            text += detokenizer.push([token])
-            found = _first_stop(text, stops)
+class TextCutter:
+    """Committed tokens to text that may be shown: up to the first stop string, wherever it begins and ends."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
+        self._detokenizer = IncrementalDetokenizer(tokenizer)
+        self._stops = stops
+        self._pending = ""
+        self.num_tokens = 0
+        self.is_cut = False
+
+    def push(self, tokens: Sequence[int], is_last: bool) -> str:
+        """The text these tokens let be shown; after a stop string `is_cut`, and `num_tokens` ends with its token."""
+        for token in tokens:
+            self.num_tokens += 1
+            self._pending += self._detokenizer.push([token])
+            found = min((at for stop in self._stops if (at := self._pending.find(stop)) >= 0), default=None)
             if found is not None:
-                cut_len, text = output_len, text[:found]
-                break
-        if cut_len is None and part.finish_reason is not None:
-            text += detokenizer.flush()
-        ends = cut_len is not None or part.finish_reason is not None
-        safe = len(text) if ends else len(text) - _held_back(text, stops)
-        fresh, shown = text[shown:safe], max(shown, safe)
-        if cut_len is not None:
-            yield _cut_piece(link, message, fresh, cut_len, part)
-        else:
-            yield Piece(fresh, output_len, part.finish_reason, part.metrics)
-        if part.finish_reason is not None:
-            return
+                self.is_cut = True
+                return self._pending[:found]
+        if is_last:
+            self._pending += self._detokenizer.flush()
+        safe = len(self._pending) - (0 if is_last else self._held_back())
+        shown, self._pending = self._pending[:safe], self._pending[safe:]
+        return shown
+
+    def _held_back(self) -> int:
+        """Characters at the end that may be the beginning of a stop string."""
+        longest = max((len(stop) for stop in self._stops), default=1) - 1
+        sizes = range(min(longest, len(self._pending)), 0, -1)
+        return next((n for n in sizes if any(stop.startswith(self._pending[-n:]) for stop in self._stops)), 0)
 
 
-def _cut_piece(link: RouterLink, message: OpenRequest, text: str, cut_len: int, part: Delivered) -> Piece:
-    """The last text. The request ended anyway, or ends now and its counts follow."""
-    if part.finish_reason is not None:
-        return Piece(text, cut_len, FinishReason.STOP, part.metrics)
-    link.cut(message, cut_len)
-    return Piece(text, cut_len)
-
-
-def _first_stop(text: str, stops: list[str]) -> int | None:
-    return min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)
-
-
-def _held_back(text: str, stops: list[str]) -> int:
-    """Characters at the end that may be the beginning of a stop string."""
-    longest = max((len(stop) for stop in stops), default=1) - 1
-    sizes = range(min(longest, len(text)), 0, -1)
-    return next((n for n in sizes if any(stop.startswith(text[-n:]) for stop in stops)), 0)
+async def pieces(
+    link: RouterLink, message: OpenRequest, tokenizer: Tokenizer, stops: Sequence[str]
+) -> AsyncGenerator[Piece, None]:
+    """Text as it is committed. After a stop string the router is told to end, and its counts come with the end."""
+    cutter = TextCutter(tokenizer, stops)
+    async with aclosing(link.generate(message)) as parts:
+        async for part in parts:
+            ended, was_cut = part.finish_reason is not None, cutter.is_cut
+            text = "" if was_cut else cutter.push(part.tokens, ended)
+            if cutter.is_cut and not was_cut and not ended:
+                link.cut(message, cutter.num_tokens)
+            if cutter.is_cut and ended:
+                yield Piece(text, cutter.num_tokens, FinishReason.STOP, part.metrics)
+            elif not was_cut:
+                yield Piece(text, cutter.num_tokens, part.finish_reason, part.metrics)
+            if ended:
+                return

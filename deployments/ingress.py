@@ -39,6 +39,14 @@ async def _http_error(_: Request, error: HTTPException) -> JSONResponse:
     return JSONResponse(ApiError(error.status_code, str(error.detail)).body(), error.status_code)
 
 
+@api.exception_handler(Exception)
+async def _internal_error(_: Request, error: Exception) -> JSONResponse:
+    """Starlette logs the traceback; the client gets OpenAI's shape."""
+    if isinstance(error, RayError | RayServeException | TimeoutError):
+        return await _api_error(_, ApiError(503, "the router is being restarted", retry_after_s=1.0))
+    return JSONResponse(ApiError(500, "internal error").body(), 500)
+
+
 @serve.ingress(api)
 class Ingress:
     """Validates and tokenizes, opens the request on its stream to the router, writes what comes back."""
@@ -85,10 +93,12 @@ class Ingress:
 
     @api.get("/metrics")
     async def metrics(self) -> Response:
+        """Open to scrapers, like /health: counts and times only."""
         return PlainTextResponse(await self._router.metrics_text.remote())
 
     @api.get("/router/table")
-    async def table(self) -> Response:
+    async def table(self, request: Request) -> Response:
+        self._authorize(request)
         return JSONResponse(await self._router.table.remote())
 
     # ------------------------------------------------------------------------------------------------------ requests

@@ -1,21 +1,24 @@
 """`RouterStats` and the membership as Prometheus text (contracts.md §6). Collected when asked; labels are bounded."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from router.service import RouterCore
+from router.stats import REPLICA_COUNTS
 
 PREFIX = "specrelay_"
 
 
 class RouterMetrics:
-    """A collector over one router core."""
+    """A collector over one router core; `bad_frames` are those that this process received, by reason."""
 
-    def __init__(self, core: RouterCore) -> None:
+    def __init__(self, core: RouterCore, bad_frames: Counter[str]) -> None:
         self._core = core
+        self._bad_frames = bad_frames
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -24,7 +27,8 @@ class RouterMetrics:
 
     def collect(self) -> Iterable[Metric]:
         yield from self._counters()
-        yield from self._summaries()
+        for histogram in self._core.stats.histograms:
+            yield from histogram.collect()
         yield from self._gauges()
 
     def _counters(self) -> Iterable[Metric]:
@@ -38,17 +42,10 @@ class RouterMetrics:
         yield _counter("accepted_at_position", ["position"], positions)
         yield _counter("replica_losses", ["model"], {(k,): v for k, v in s.replica_losses.items()})
         yield _counter("resumed_requests", ["cause"], {(k,): v for k, v in s.resumed_requests.items()})
+        for kind in REPLICA_COUNTS:
+            yield _counter(kind, ["model"], {(m,): v for (k, m), v in s.replica.items() if k == kind})
+        yield _counter("bad_frames", ["reason"], {(k,): v for k, v in (s.bad_frames + self._bad_frames).items()})
         yield _counter("plan_changes", [], {(): self._core.planning.plan_changes})
-
-    def _summaries(self) -> Iterable[Metric]:
-        s = self._core.stats
-        steps = SummaryMetricFamily(PREFIX + "step_seconds", "time in batches per step", labels=["model", "kind"])
-        for key, seconds in s.step_busy_s.items():
-            steps.add_metric(list(key), count_value=s.steps[key], sum_value=seconds)
-        yield steps
-        rounds = SummaryMetricFamily(PREFIX + "round_seconds", "from drafting to the target's verdict", labels=[])
-        rounds.add_metric([], count_value=s.rounds, sum_value=s.round_s)
-        yield rounds
 
     def _gauges(self) -> Iterable[Metric]:
         core = self._core

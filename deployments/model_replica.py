@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from msgspec.structs import replace
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
@@ -50,7 +51,7 @@ class ModelReplica:
 
     async def _connect(self, config: AppConfig, coordinator: DeploymentHandle[Any], profile: Profile) -> None:
         replica_id = serve.get_replica_context().replica_tag
-        own = endpoint("replica", replica_id, config.security.stream_token_env)
+        own = self._own = endpoint("replica", replica_id, config.security.stream_token_env)
         self._server = await serve_streams(own, node_address(), 0, self._accept)
         self._info = _describe(
             self._backend, replica_id, self._model.name, f"{node_address()}:{self._server.port}", profile
@@ -118,7 +119,9 @@ class ModelReplica:
 
     def _send_report(self, stream: Stream) -> None:
         """On the engine's thread."""
-        self._deliver([(stream, self._engine.report())])
+        report = self._engine.report()
+        counts = replace(report.counts, bad_frames=dict(self._own.stats.bad_frames))
+        self._deliver([(stream, replace(report, counts=counts))])
 
 
 def _send_all(replies: Sequence[tuple[object, Message]]) -> None:

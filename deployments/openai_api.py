@@ -45,6 +45,22 @@ NOT_SERVED = frozenset(
         "web_search_options",
     }
 )
+NEUTRAL: dict[str, object] = {
+    "best_of": 1,
+    "echo": False,
+    "frequency_penalty": 0,
+    "ignore_eos": False,
+    "logit_bias": {},
+    "logprobs": False,
+    "min_p": 0,
+    "min_tokens": 0,
+    "presence_penalty": 0,
+    "repetition_penalty": 1,
+    "stop_token_ids": [],
+    "response_format": {"type": "text"},
+    "tools": [],
+}
+"""Values with which a field that is not served asks for nothing: clients send them as their defaults."""
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -77,10 +93,21 @@ class SpeculationBody(Body):
     windows: list[Annotated[int, Field(ge=1)]] = []
 
 
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
 class Message(Body):
+    """Content given in text parts is joined to one string."""
+
     role: Literal["system", "developer", "user", "assistant"]
-    content: str
+    content: str | list[TextPart]
     name: str | None = None
+
+    def for_template(self) -> dict[str, str]:
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": self.role, "content": content} | ({} if self.name is None else {"name": self.name})
 
 
 class Generation(Body):
@@ -137,7 +164,7 @@ def parse_body(raw: bytes, kind: type[B], config: AppConfig) -> B:
         raise ApiError(400, f"the body is not valid JSON: {error}") from None
     if not isinstance(data, dict):
         raise ApiError(400, "the body must be a JSON object")
-    present = {key: value for key, value in data.items() if value is not None}
+    present = {key: value for key, value in data.items() if value is not None and not _is_neutral(key, value)}
     for name in sorted(NOT_SERVED.intersection(present)):
         raise ApiError(400, f"{name} is not supported yet", name)
     body = _validated(kind, present)
@@ -149,11 +176,19 @@ def parse_body(raw: bytes, kind: type[B], config: AppConfig) -> B:
     return body
 
 
+def _is_neutral(name: str, value: object) -> bool:
+    """An integer 1 is no True: OpenAI's completions take a number for `logprobs`."""
+    if name not in NEUTRAL:
+        return False
+    neutral = NEUTRAL[name]
+    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+
+
 def _validated(kind: type[B], data: dict[str, Any]) -> B:
     try:
         return kind.model_validate(data)
     except ValidationError as error:
-        first = error.errors()[0]
+        first = max(error.errors(), key=lambda e: len(e["loc"]))  # of a union's errors, of the member that fits most
         param = _place(first["loc"], data, first["type"])
         if first["type"] == "extra_forbidden":
             raise ApiError(400, f"unknown field {param}", param) from None

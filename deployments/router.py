@@ -28,7 +28,7 @@ class Router:
         self._ingresses: dict[str, Stream] = {}
         self._replicas: dict[str, Dialer] = {}
         self._core = RouterCore(RouterSettings(**settings), self, generation=generation)  # type: ignore[arg-type]
-        self._metrics = RouterMetrics(self._core)
+        self._metrics = RouterMetrics(self._core, self._own.stats.bad_frames)
         self._server = await serve(self._own, node_address(), 0, self._accept)
         self._coordinator = Dialer(self._own, coordinator.endpoint.remote, self._coordinator_stream)
         self._coordinator.start()

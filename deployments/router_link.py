@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -49,7 +49,7 @@ class RouterLink:
         self._reopen_all()
         return Callbacks(self._receive, lambda: None)
 
-    async def generate(self, message: OpenRequest) -> AsyncIterator[Delivered]:
+    async def generate(self, message: OpenRequest) -> AsyncGenerator[Delivered, None]:
         """Parts as they are committed, each token once. Raises ApiError. Leaving early cancels the request."""
         running = Running(message, time.monotonic() + message.deadline_s)
         self._start(running)

@@ -253,6 +253,7 @@ class CoordinatorCore:
 
     def _report(self, replica: Replica, report: Report, now: float) -> list[Outgoing]:
         replica.free_blocks = max(0, min(report.free_blocks, replica.info.num_blocks))
+        replica.counts = report.counts
         for seq in report.dropped:
             holder = self.ledger.holder(seq, replica)
             if holder is not None:

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kvstate.protocol import Member, ReplicaInfo
+from kvstate.protocol import Member, ReplicaCounts, ReplicaInfo
 from kvstate.sequence import ConflictingCommit
 
 
@@ -36,6 +36,7 @@ class Replica:
     up: bool
     last_seen_s: float
     free_blocks: int
+    counts: ReplicaCounts = ReplicaCounts()
     reserved: dict[int, int] = field(default_factory=dict)
     strays: dict[int, Stray] = field(default_factory=dict)
 
@@ -226,7 +227,8 @@ class Ledger:
 
     def members(self) -> tuple[Member, ...]:
         return tuple(
-            Member(r.info, r.up, len(r.reserved), r.free_blocks if r.up else 0) for r in self.replicas.values()
+            Member(r.info, r.up, len(r.reserved), r.free_blocks if r.up else 0, r.counts)
+            for r in self.replicas.values()
         )
 
     def lags(self, now: float) -> list[Lag]:

@@ -206,6 +206,15 @@ class ReplicaInfo(Value, frozen=True):
     profile: Profile
 
 
+class ReplicaCounts(Value, frozen=True):
+    """What a replica counted since it started; `bad_frames` by reason."""
+
+    rolled_back_tokens: int = 0
+    stale_messages: int = 0
+    resent_prefixes: int = 0
+    bad_frames: dict[str, int] = {}
+
+
 class Member(Value, frozen=True):
     """A replica as the coordinator sees it now."""
 
@@ -213,6 +222,7 @@ class Member(Value, frozen=True):
     up: bool
     sequences: int
     free_blocks: int
+    counts: ReplicaCounts = ReplicaCounts()
 
 
 class Members(Message, frozen=True):
@@ -361,11 +371,7 @@ class Report(Message, frozen=True):
     free_blocks: int
     sequences: int
     dropped: tuple[int, ...] = ()
-    rolled_back_tokens: int = 0
-    stale_messages: int = 0
-    resent_prefixes: int = 0
-    forwards: int = 0
-    most_sequences_in_forward: int = 0
+    counts: ReplicaCounts = ReplicaCounts()
 
 
 class Acked(Message, frozen=True):

@@ -26,6 +26,7 @@ from kvstate.protocol import (
     Open,
     Probe,
     Profile,
+    ReplicaCounts,
     Report,
     Sampling,
     Step,
@@ -147,16 +148,8 @@ class Engine:
         """The heartbeat of this replica; names the sequences it dropped to length 0 since the last one."""
         dropped, self._dropped = tuple(self._dropped), []
         stats = self.stats
-        return Report(
-            self._blocks.free_blocks,
-            len(self._holdings),
-            dropped,
-            stats.rolled_back_tokens,
-            stats.stale_messages,
-            stats.resent_prefixes,
-            stats.forwards,
-            stats.most_sequences_in_forward,
-        )
+        counts = ReplicaCounts(stats.rolled_back_tokens, stats.stale_messages, stats.resent_prefixes)
+        return Report(self._blocks.free_blocks, len(self._holdings), dropped, counts)
 
     # ------------------------------------------------------------------------------------------------------ messages
 

@@ -70,6 +70,10 @@ class Request:
     task: asyncio.Task[None] | None = None
     cut_len: int | None = None
 
+    @property
+    def arrived_s(self) -> float:
+        return self.deadline_s - self.message.deadline_s
+
 
 class RouterCore:
     """All requests of one app. `generation` keeps its sequence ids apart from those of earlier routers."""
@@ -304,6 +308,8 @@ class RouterCore:
         )
         plan = self._plan(request, sequence)
         commit = await driver.prefill(self._settings.target, plan.chain[:-1])
+        if not request.output:
+            self.stats.first_token_s.observe(self._clock() - request.arrived_s)
         self._deliver(request, sequence, commit)
         while commit.finish_reason is None:
             plan = self._plan(request, sequence)
@@ -319,9 +325,7 @@ class RouterCore:
         return plan
 
     def _count_round(self, plan: Plan, seconds: float, num_tokens: int) -> None:
-        self.stats.rounds += 1
-        self.stats.round_s += seconds
-        self.stats.chain_rounds[plan.chain] += 1
+        self.stats.add_round(plan.chain, seconds, num_tokens)
         self.planning.record_round(plan, seconds, num_tokens)
 
     def _deliver(self, request: Request, sequence: RunningSequence, commit: Commit) -> None:
@@ -376,6 +380,7 @@ class RouterCore:
             if member.up:
                 self.planning.add_model(member.info.model, member.info.profile)
         self._members = {member.info.replica_id: member for member in members}
+        self.stats.add_replica_counts(members)
 
     def _finish(self, seq: int) -> None:
         if not self._outbound.to_coordinator(Finish(seq)):

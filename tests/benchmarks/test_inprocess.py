@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -205,3 +206,17 @@ async def test_real_weights_give_the_targets_text_over_every_chain(tiny: Path, s
             accepted += sum(o.metrics.accepted_draft_tokens for o in outputs if o.metrics)
             drafted += sum(o.metrics.draft_tokens for o in outputs if o.metrics)
         assert 0 < accepted < drafted
+
+
+@pytest.mark.parametrize("chain", REAL_CHAINS)
+async def test_a_seeded_text_is_the_same_alone_and_among_others(tiny: Path, chain: tuple[str, ...]) -> None:
+    seeded, prompt = Sampling(0.9, seed=123), [3, 4, 5, 3, 4, 5, 3, 4]
+    others = [GREEDY, *(Sampling(temperature, seed=seed) for temperature, seed in ((0.5, 1), (1.0, 2), (1.3, 2)))]
+    others += [Sampling(1.0, seed=secrets.randbits(63)) for _ in range(3)]
+    async with running(real(tiny)) as cluster:
+        alone = await cluster.generate(prompt, seeded, 40, (), Speculation("off"))
+        batch = [cluster.generate(prompt, sampling, 60, (), fixed(chain)) for sampling in (seeded, *others)]
+        outputs = await asyncio.gather(*batch)
+        assert outputs[0].tokens[:40] == alone.tokens
+        assert len({tuple(output.tokens) for output in outputs}) == len(outputs)
+        assert cluster.engines["t"].stats.most_sequences_in_forward > 1

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from openai import OpenAI
+from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 
 from cluster.config import AppConfig, load_config, with_port
@@ -236,6 +237,38 @@ def test_a_killed_coordinator_changes_no_text_and_holders_converge(app: App) -> 
     assert converged
     eventually(lambda: app.call("KVCoordinator", "sequences") == {}, 3.0)
     assert app.complete(max_tokens=20)["choices"][0]["text"] == reference(20)
+
+
+@pytest.mark.parametrize(("victim", "cause"), [("Router", "router_lost"), (TARGET, "target_lost")])
+def test_a_killed_router_or_target_changes_no_text(app: App, victim: str, cause: str) -> None:
+    """Their restart takes seconds, in which the stream pauses: the request goes on with what is committed."""
+    body = {"model": app.config.name, "prompt": PROMPT, "max_tokens": 120, "stream": True, "speculation": FIXED}
+    assert _streamed_text(app, body, lambda: app.kill(victim)) == reference(120)
+    assert f'specrelay_resumed_requests_total{{cause="{cause}"}} 1.0' in app.http.get("/metrics").text
+    eventually(lambda: len(app.call("KVCoordinator", "registered")) == len(app.config.models), 30.0)
+    assert app.complete(max_tokens=20)["choices"][0]["text"] == reference(20)
+
+
+def test_metrics_have_every_family_of_the_contract(app: App) -> None:
+    app.complete(max_tokens=40, speculation=FIXED)
+    families = {family.name: family for family in text_string_to_metric_families(app.http.get("/metrics").text)}
+    counters = "requests rounds draft_tokens accepted_tokens accepted_at_position committed_tokens rolled_back_tokens "
+    counters += "stale_messages resent_prefixes replica_losses resumed_requests bad_frames plan_changes"
+    histograms = "time_to_first_token_seconds inter_token_latency_seconds round_seconds step_seconds queue_seconds"
+    gauges = "pair_divergence pair_acceptance kv_used_tokens kv_total_tokens open_sequences queued_requests chain_share"
+    for kind, names in (("counter", counters), ("histogram", histograms), ("gauge", gauges)):
+        assert {name: families["specrelay_" + name].type for name in names.split()} == dict.fromkeys(
+            names.split(), kind
+        )
+    [first_tokens] = [s for s in families["specrelay_time_to_first_token_seconds"].samples if s.name.endswith("_count")]
+    assert first_tokens.value >= 1
+    eventually(lambda: _counter(app, "rolled_back_tokens", model=TARGET) > 0, 5.0)  # replicas report each second
+
+
+def _counter(app: App, name: str, **labels: str) -> float:
+    families = text_string_to_metric_families(app.http.get("/metrics").text)
+    samples = [s for f in families if f.name == "specrelay_" + name for s in f.samples if s.labels == labels]
+    return sum(sample.value for sample in samples)
 
 
 def _all_hold_as_much(app: App) -> bool:

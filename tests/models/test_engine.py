@@ -242,7 +242,7 @@ def test_unknown_sequence_is_needed_from_its_start() -> None:
     key = Key(3, 1)
     assert replica.ask(Need, check(9, 3, PROMPT, len(PROMPT))) == Need(9, key, 0, unknown=True)
     assert replica.ask(Acked, Commit(9, 3, 0, (97,))) == Acked(9, 0, 0, unknown=True)
-    assert replica.engine.report().resent_prefixes == 1
+    assert replica.engine.report().counts.resent_prefixes == 1
     assert replica.engine.stats.forwards == 0
 
 
@@ -255,7 +255,7 @@ def test_gap_is_needed_and_the_resend_is_served() -> None:
     assert replica.engine.stats.forwards == 0
     reply = replica.ask(Drafted, draft(1, 5, text, len(PROMPT), 2))
     assert list(reply.tokens) == target_text(text, 2)
-    assert replica.engine.report().resent_prefixes == 1
+    assert replica.engine.report().counts.resent_prefixes == 1
 
 
 def test_stale_key_is_counted_and_not_answered() -> None:
@@ -264,7 +264,7 @@ def test_stale_key_is_counted_and_not_answered() -> None:
     replica.ask(Verdict, check(1, 2, PROMPT, len(PROMPT)))
     assert replica.send(check(1, 2, PROMPT, len(PROMPT))) == []
     assert replica.send(draft(1, 1, PROMPT, len(PROMPT), 3)) == []
-    assert replica.engine.report().stale_messages == 2
+    assert replica.engine.report().counts.stale_messages == 2
 
 
 def test_later_step_replaces_the_one_under_way() -> None:
@@ -317,7 +317,7 @@ def test_several_sequences_share_a_forward_and_keep_apart() -> None:
     ]
     verdicts = {v.seq: (v.num_accepted, v.own_token) for v in replica.send(*steps) if isinstance(v, Verdict)}
     assert verdicts == {seq: (seq - 1, right[seq][seq - 1]) for seq in prompts}
-    assert replica.engine.report().most_sequences_in_forward == 4
+    assert replica.engine.stats.most_sequences_in_forward == 4
     assert replica.engine.stats.forwards == 1
 
 

@@ -1,0 +1,55 @@
+"""Bodies without a server: what counts as not given, and what a template gets."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.config import load_config
+from deployments.openai_api import ApiError, ChatBody, CompletionBody, parse_body
+
+CONFIG = load_config(Path(__file__).parents[2] / "configs/emulated.yaml")
+
+
+def completion(**fields: Any) -> CompletionBody:
+    body = {"model": CONFIG.served_model_id, "prompt": "x", **fields}
+    return parse_body(json.dumps(body).encode(), CompletionBody, CONFIG)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1.0},
+        {"logprobs": None, "logit_bias": {}, "best_of": 1, "echo": False, "min_p": 0.0},
+        {"stop": "", "seed": None},
+    ],
+)
+def test_values_that_ask_for_nothing_are_taken(fields: dict[str, Any]) -> None:
+    assert completion(**fields) == completion(stop="") or completion(**fields) == completion()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("presence_penalty", 0.1), ("logprobs", 0), ("logit_bias", {"1": 5}), ("echo", True)]
+)
+def test_a_field_that_is_not_served_is_named(name: str, value: object) -> None:
+    with pytest.raises(ApiError, match="not supported yet") as caught:
+        completion(**{name: value})
+    assert (caught.value.status, caught.value.param) == (400, name)
+
+
+def chat(content: object) -> ChatBody:
+    body = {"model": CONFIG.served_model_id, "messages": [{"role": "user", "content": content}]}
+    return parse_body(json.dumps(body).encode(), ChatBody, CONFIG)
+
+
+def test_text_parts_are_joined() -> None:
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    assert chat(parts).messages[0].for_template() == {"role": "user", "content": "one two"}
+    assert chat("one two").messages[0].for_template() == chat(parts).messages[0].for_template()
+
+
+def test_a_part_that_is_no_text_is_refused_by_its_place() -> None:
+    with pytest.raises(ApiError) as caught:
+        chat([{"type": "image_url", "image_url": {"url": "http://x"}}])
+    assert (caught.value.status, caught.value.param) == (400, "messages.0.content.0.type")
