@@ -55,8 +55,10 @@ class Counts:
     accepted: int = 0
     rejected: int = 0
 
-    def add(self, output: Output, wanted: ReferenceText) -> None:
+    def add(self, name: str, output: Output, wanted: ReferenceText) -> None:
         verdict = compare(output.tokens, wanted)
+        if verdict != "equal":
+            print(f"  {name}: {first_difference(output.tokens, wanted)}", flush=True)
         self.equal += verdict == "equal"
         self.near_tie += verdict == "near-tie"
         self.different += verdict == "different"
@@ -69,10 +71,22 @@ def compare(tokens: Sequence[int], wanted: ReferenceText) -> str:
     """equal, near-tie or different."""
     if tuple(tokens) == wanted.tokens:
         return "equal"
-    pairs = itertools.zip_longest(tokens, wanted.tokens)
-    first = next(i for i, (got, want) in enumerate(pairs) if got != want)
+    first = _first_index(tokens, wanted)
     near = first < min(len(tokens), len(wanted.tokens)) and wanted.margins[first] <= NEAR_TIE
     return "near-tie" if near else "different"
+
+
+def first_difference(tokens: Sequence[int], wanted: ReferenceText) -> str:
+    """Where unequal texts part, and by how much the reference's token led there."""
+    first = _first_index(tokens, wanted)
+    if first >= min(len(tokens), len(wanted.tokens)):
+        return f"lengths differ, {len(tokens)} tokens for {len(wanted.tokens)}"
+    return f"token {first} is {tokens[first]}, not {wanted.tokens[first]}, which led by {wanted.margins[first]:.2g}"
+
+
+def _first_index(tokens: Sequence[int], wanted: ReferenceText) -> int:
+    pairs = itertools.zip_longest(tokens, wanted.tokens)
+    return next(i for i, (got, want) in enumerate(pairs) if got != want)
 
 
 def rows_of(models: Sequence[str]) -> list[Row]:
@@ -134,7 +148,7 @@ class Bench:
                 output = await self._cluster.generate(
                     self._prompts[index], sampling, self._max_tokens, self._stop_ids, row.speculation, DEADLINE_S
                 )
-                counts.add(output, self._wanted[mode][index])
+                counts.add(f"prompt {index}", output, self._wanted[mode][index])
 
         plans: AbstractContextManager[None] = nullcontext()
         if row.switching:
@@ -192,7 +206,8 @@ async def compare_all(args: argparse.Namespace) -> int:
     near_ties, failed = 0, False
     async with running(backends) as cluster:
         bench = Bench(cluster, prompts, wanted, args.tokens, tuple(tokenizer.stop_ids))
-        for row, mode, size in itertools.product(rows_of(list(backends)), TEMPERATURES, args.concurrency):
+        rows = [row for row in rows_of(list(backends)) if args.row in (None, row.name)]
+        for row, mode, size in itertools.product(rows, args.modes, args.concurrency):
             began_s = time.monotonic()
             counts = await bench.run(row, mode, size)
             print_row(row, mode, size, counts, time.monotonic() - began_s)
@@ -218,6 +233,8 @@ def main() -> int:
     parser.add_argument("--limit", default=12, type=int)
     parser.add_argument("--tokens", default=96, type=int)
     parser.add_argument("--concurrency", default=[1, 8], type=int, nargs="+")
+    parser.add_argument("--row", help="only the row of this name, as printed")
+    parser.add_argument("--modes", default=list(TEMPERATURES), choices=list(TEMPERATURES), nargs="+")
     torch.set_num_threads(THREADS)
     return asyncio.run(compare_all(parser.parse_args()))
 

@@ -108,7 +108,7 @@ def paged_attention(
 
 def _as_index(slots: list[int], device: torch.device) -> slice | torch.Tensor:
     """A slice where the slots follow one another, so that reading them copies nothing."""
-    if slots[-1] - slots[0] == len(slots) - 1:
+    if slots == list(range(slots[0], slots[0] + len(slots))):
         return slice(slots[0], slots[-1] + 1)
     return torch.tensor(slots, dtype=torch.long, device=device)
 
