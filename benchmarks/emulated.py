@@ -13,8 +13,9 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,11 @@ import httpx
 
 from benchmarks.client import Answer, StreamError, complete, stream_completion
 from benchmarks.emulated_app import EmulatedApp, emulated_app, ray_tasks
+from benchmarks.inprocess import running
 from benchmarks.oracle import Best, Level, best_by_length
 from cluster.config import load_config
+from deployments.backends import build_backend
+from kvstate.protocol import Commit, Message, Sampling, Speculation
 from specrelay.endpoint import endpoint_of
 
 NUM_TOKENS = 320
@@ -154,26 +158,31 @@ class Bench:
     async def convergence(self) -> None:
         """One stream over the target alone: the three others are off its chain, and get commits all the same."""
         request = asyncio.create_task(self.ask("lag", self.tokens, {"mode": "off"}))
-        worst_s = await self._worst_lag(request)
+        worst_s = await _worst_lag(request, lambda: self.app.call("KVCoordinator", "lags"))
         await request
         figure = f"{worst_s * 1e3:.0f} ms"
         self.report.add("commit acknowledged by all holders, off-chain ones too", figure, "≤ 250 ms", worst_s <= 0.25)
 
-    async def _worst_lag(self, until: "asyncio.Task[Any]") -> float:
-        """Longest from seeing a committed length to seeing a holder acknowledge it; it polls, so a little too long."""
-        since_s: dict[tuple[int, str], dict[int, float]] = {}
-        worst_s = 0.0
-        while not until.done():
-            lags = {(lag["seq"], lag["model"]): lag for lag in await self.app.call("KVCoordinator", "lags")}
-            now_s = time.perf_counter()
-            for key, pending in since_s.items():
-                acked = lags[key]["acked_len"] if key in lags else sys.maxsize
-                for length in [length for length in pending if length <= acked]:
-                    worst_s = max(worst_s, now_s - pending.pop(length))
-            for key, lag in lags.items():
-                since_s.setdefault(key, {}).setdefault(lag["committed_len"], now_s)
-            await asyncio.sleep(POLL_S)
-        return worst_s
+    async def dropped_frames(self) -> None:
+        """The same cores in one process, where a message can be lost on purpose: each holder's every fifth commit."""
+        names = [model.name for model in self.app.config.models]
+        backends = {name: build_backend(self.app.config, name) for name in names}
+        commits: Counter[str] = Counter()
+
+        def lose(to: str, message: Message) -> bool:
+            commits[to] += isinstance(message, Commit)
+            return isinstance(message, Commit) and commits[to] % 5 == 0
+
+        async with running(backends, lose=lose) as cluster:
+
+            async def lags() -> list[dict[str, Any]]:
+                return [asdict(lag) for lag in cluster.coordinator.lags(time.monotonic())]
+
+            prompt, off = b"a lost frame", Speculation("off")
+            request = asyncio.create_task(cluster.generate(prompt, Sampling(), self.tokens, (), off))
+            worst_s = await _worst_lag(request, lags)
+        figure = f"{worst_s * 1e3:.0f} ms, {sum(commits.values()) // 5} lost"
+        self.report.add("the same after lost commits (one process)", figure, "≤ 250 ms", worst_s <= 0.25)
 
     async def coordinator_kill(self) -> None:
         """kill -9 in a stream that outlasts the restart; the text must be what an undisturbed stream gave."""
@@ -210,6 +219,23 @@ class Bench:
         return RETURN_LIMIT_S
 
 
+async def _worst_lag(until: asyncio.Task[Any], lags: Callable[[], Awaitable[list[dict[str, Any]]]]) -> float:
+    """Longest from seeing a committed length to seeing a holder acknowledge it; it polls, so a little too long."""
+    since_s: dict[tuple[int, str], dict[int, float]] = {}
+    worst_s = 0.0
+    while not until.done():
+        rows = {(lag["seq"], lag["model"]): lag for lag in await lags()}
+        now_s = time.perf_counter()
+        for key, pending in since_s.items():
+            acked = rows[key]["acked_len"] if key in rows else sys.maxsize
+            for length in [length for length in pending if length <= acked]:
+                worst_s = max(worst_s, now_s - pending.pop(length))
+        for key, lag in rows.items():
+            since_s.setdefault(key, {}).setdefault(lag["committed_len"], now_s)
+        await asyncio.sleep(POLL_S)
+    return worst_s
+
+
 def _standard_error(values: Sequence[float]) -> float:
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
@@ -230,6 +256,7 @@ async def measure(app: EmulatedApp, report: Report, tokens: int, repeats: int, p
             await bench.counts()
         if "convergence" in parts:
             await bench.convergence()
+            await bench.dropped_frames()
             await bench.coordinator_kill()
 
 

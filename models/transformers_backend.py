@@ -54,9 +54,16 @@ class TransformersBackend:
         AttentionInterface.register(ATTENTION, _attend)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         _refuse_unservable(folder.name, config)
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation=ATTENTION, trust_remote_code=trust_remote_code
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation=ATTENTION,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,
+            output_loading_info=True,
         )
+        if loading["missing_keys"]:
+            raise UnsupportedModel(folder.name, f"its weights lack {', '.join(sorted(loading['missing_keys'])[:3])}")
         self._model = _shortened(folder.name, model, layers).to(torch.device(device)).eval()  # type: ignore[arg-type]
         self._device = torch.device(device)
         text = config.get_text_config(decoder=True)

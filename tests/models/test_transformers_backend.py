@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from kvstate.protocol import Sampling
 from models.backend import Slice
@@ -170,6 +171,15 @@ def test_refuses_what_it_cannot_serve_exactly(
 ) -> None:
     save(tmp_path, config)
     with pytest.raises(UnsupportedModel, match=reason):
+        load(tmp_path)
+
+
+def test_refuses_weights_that_lack_a_tensor(tmp_path: Path) -> None:
+    path = save(tmp_path, FAMILIES["llama"]()) / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.layers.1.mlp.down_proj.weight"]
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModel, match=r"lack model\.layers\.1\.mlp\.down_proj\.weight"):
         load(tmp_path)
 
 
