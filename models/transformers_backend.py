@@ -7,6 +7,7 @@ when loaded (`UnsupportedModel`).
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -54,7 +55,7 @@ class TransformersBackend:
         AttentionInterface.register(ATTENTION, _attend)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         _refuse_unservable(folder.name, config)
-        model, loading = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=dtype,
             attn_implementation=ATTENTION,
@@ -62,8 +63,9 @@ class TransformersBackend:
             use_safetensors=True,
             output_loading_info=True,
         )
-        if loading["missing_keys"]:
-            raise UnsupportedModel(folder.name, f"its weights lack {', '.join(sorted(loading['missing_keys'])[:3])}")
+        model, missing = loaded[0], sorted(loaded[1]["missing_keys"])
+        if missing:
+            raise UnsupportedModel(folder.name, f"its weights lack {', '.join(missing[:3])}")
         self._model = _shortened(folder.name, model, layers).to(torch.device(device)).eval()  # type: ignore[arg-type]
         self._device = torch.device(device)
         text = config.get_text_config(decoder=True)
