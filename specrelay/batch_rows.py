@@ -23,8 +23,8 @@ class Row:
     body: dict[str, Any]
 
 
-def read_rows(source: Path) -> list[Row]:
-    """All requests of a JSONL file; Refused with the line number at the first that is not one."""
+def read_rows(source: Path, model: str) -> list[Row]:
+    """All requests of a JSONL file, for `model` where a line names none; Refused with its number at the first bad line."""
     try:
         text = source.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -32,12 +32,12 @@ def read_rows(source: Path) -> list[Row]:
     lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
     if not lines:
         raise Refused(f"--input {source} holds no requests")
-    rows = [_row(index, f"{source}:{number}", line) for index, (number, line) in enumerate(lines)]
+    rows = [_row(index, f"{source}:{number}", line, model) for index, (number, line) in enumerate(lines)]
     _refuse_repeated_ids(source, rows)
     return rows
 
 
-def _row(index: int, place: str, line: str) -> Row:
+def _row(index: int, place: str, line: str, model: str) -> Row:
     try:
         fields = json.loads(line)
     except ValueError as error:
@@ -52,7 +52,7 @@ def _row(index: int, place: str, line: str) -> Row:
     row_id = fields.pop("id", None)
     if isinstance(row_id, bool) or not isinstance(row_id, str | int | None):
         raise Refused(f"{place}: id must be a string or an integer")
-    return Row(index, row_id, PATHS[given[0]], fields)
+    return Row(index, row_id, PATHS[given[0]], {"model": model} | fields)
 
 
 def _refuse_repeated_ids(source: Path, rows: list[Row]) -> None:

@@ -104,9 +104,9 @@ def batch(
     """Answer all prompts of a file, by a running app of the same CONFIG or one started for it."""
     from specrelay.batch_rows import check_output, read_rows
 
-    rows = read_rows(source)
-    check_output(output)
     app_config = read_config(config)
+    rows = read_rows(source, app_config.served_model_id)
+    check_output(output)
     from specrelay.batch_run import run_with_app
 
     run_with_app(app_config, rows, output, concurrency, Console(stderr=True))

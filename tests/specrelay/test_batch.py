@@ -118,17 +118,19 @@ def test_a_bad_line_is_refused_with_its_place(tmp_path: Path, line: str, why: st
     source = tmp_path / "prompts.jsonl"
     source.write_text('{"id": "x", "prompt": "first"}\n\n' + line + "\n", encoding="utf-8")
     with pytest.raises(Refused, match=why) as refusal:
-        read_rows(source)
+        read_rows(source, "m")
     assert f"{source}" in refusal.value.message
     assert "id" in why or f"{source}:3" in refusal.value.message
 
 
-def test_rows_count_from_zero_and_blank_lines_do_not_count(tmp_path: Path) -> None:
+def test_rows_count_from_zero_and_get_the_model_where_they_name_none(tmp_path: Path) -> None:
     source = tmp_path / "prompts.jsonl"
-    source.write_text('{"prompt": "a\u2028b", "max_tokens": 3}\n\n{"id": 7, "messages": []}', encoding="utf-8")
-    assert read_rows(source) == [
-        Row(0, None, "/v1/completions", {"prompt": "a\u2028b", "max_tokens": 3}),
-        Row(1, 7, "/v1/chat/completions", {"messages": []}),
+    source.write_text(
+        '{"prompt": "a\u2028b", "max_tokens": 3}\n\n{"id": 7, "messages": [], "model": "other"}', encoding="utf-8"
+    )
+    assert read_rows(source, "m") == [
+        Row(0, None, "/v1/completions", {"model": "m", "prompt": "a\u2028b", "max_tokens": 3}),
+        Row(1, 7, "/v1/chat/completions", {"model": "other", "messages": []}),
     ]
 
 
@@ -136,7 +138,7 @@ def test_empty_and_missing_input_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("\n", encoding="utf-8")
     for name in ("empty", "missing"):
         with pytest.raises(Refused, match=name):
-            read_rows(tmp_path / name)
+            read_rows(tmp_path / name, "m")
 
 
 def test_output_must_be_writable_and_absolute_inside_a_ray_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
