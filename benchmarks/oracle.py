@@ -1,4 +1,4 @@
-"""What a chain costs per token, by playing it: a Monte Carlo of the rule in design.md §3.4, token by token.
+"""What a chain costs per token, by playing it: a Monte Carlo of the round rule, token by token.
 
 It shares no code and no formula with `router/`: it keeps a real sequence, real contexts and each level's count of
 computed rows, and adds up the time of every batch. Contexts form a tree; a context draws its errors once and all

@@ -57,7 +57,7 @@ class ReplicaRange(Section):
 
 
 class Emulate(Section):
-    """How an emulated model behaves (contracts.md §4). All values can be changed while it runs, see `parse_emulate`."""
+    """How an emulated model behaves. All values can be changed while it runs, see `parse_emulate`."""
 
     base_ms: NotNegative
     per_token_ms: NotNegative = 0.0

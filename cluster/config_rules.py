@@ -12,7 +12,7 @@ RESERVED_NAMES = frozenset({"Router", "KVCoordinator", "Ingress"})
 
 
 def refuse_unsupported(config: "AppConfig") -> None:
-    """Everything that contracts.md names and this release would have to ignore. Later releases shorten this list."""
+    """Everything that the reference of the config names and this release would have to ignore."""
     for index, model in enumerate(config.models):
         path = f"models[{index}]"
         if getattr(model, "quantization", "none") != "none":

@@ -85,9 +85,14 @@ _decoder = msgspec.msgpack.Decoder(Frame)
 
 
 def encode_frames(generation: int, messages: Sequence[Payload], limits: Limits) -> list[bytes]:
-    """The messages in order, in few frames. Raises FrameError when one message alone is beyond the limits."""
+    """The messages in order, in few frames. Raises FrameError when one message alone is beyond the limits,
+    or holds what msgpack cannot say.
+    """
     if len(messages) <= limits.frame_messages:
-        data = _encoder.encode(Frame(VERSION, generation, list(messages)))
+        try:
+            data = _encoder.encode(Frame(VERSION, generation, list(messages)))
+        except (OverflowError, TypeError, UnicodeEncodeError) as error:
+            raise FrameError("unencodable", str(error)) from error
         if len(data) <= limits.frame_bytes:
             return [data]
         if len(messages) == 1:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cluster.config import AppConfig, TransformersModel
+from cluster.config import SecurityConfig
 from cluster.config_errors import PreflightError
 from cluster.placement import Placement
 
@@ -75,17 +75,13 @@ def check_resources(placements: Sequence[Placement], nodes: Sequence[NodeCapacit
             )
 
 
-def check_weights(config: AppConfig) -> None:
-    """Sources that are paths exist. Hub ids and packages are checked when they are fetched."""
-    for index, model in enumerate(config.models):
-        if not isinstance(model, TransformersModel) or not model.source.startswith((".", "/", "~")):
-            continue
-        folder = Path(model.source).expanduser()
-        if not folder.is_dir():
-            raise PreflightError(f"models[{index}].source: no folder {model.source}: give the folder with the weights")
-        if not (folder / "config.json").is_file():
-            fix = "give a folder with config.json, tokenizer and weights"
-            raise PreflightError(f"models[{index}].source: {model.source} holds no model: {fix}")
+def check_secrets(security: SecurityConfig) -> None:
+    """The environment variables that the config names are set."""
+    for key in ("api_keys_env", "stream_token_env"):
+        variable = getattr(security, key)
+        if variable is not None and not os.environ.get(variable, "").strip():
+            fix = "set it, or leave the key out"
+            raise PreflightError(f"security.{key}: the environment variable {variable} is not set: {fix}")
 
 
 def check_vocabularies(vocabularies: Sequence[Vocabulary]) -> None:

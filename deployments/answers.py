@@ -13,7 +13,7 @@ from kvstate.protocol import FinishReason, OpenRequest, SpecMetrics
 
 
 def spec_metrics(metrics: SpecMetrics) -> dict[str, object]:
-    """contracts.md §3."""
+    """`metrics.speculative_decoding` of an answer."""
     rate = metrics.accepted_draft_tokens / metrics.draft_tokens if metrics.draft_tokens else 0.0
     return {
         "speculative_decoding": {

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import ray
 from ray import serve
 from ray.serve import Application
 
@@ -34,14 +35,21 @@ def build_app(args: dict[str, object]) -> Application:
     names = [model.name for model in config.models]
     coordinator = _one(KVCoordinator).bind(names, waiting, config.kv.lease_s, token_env)
     router = _one(Router).bind(_router_settings(config, names), coordinator, token_env)
-    replicas = [_replicas(placement).bind(data, placement.model, coordinator) for placement in place(config)]
+    placements = place(config, num_nodes())
+    replicas = [_replicas(placement).bind(data, placement.model, coordinator) for placement in placements]
     app: Application = _one(Ingress).bind(data, router, replicas)
     return app
+
+
+def num_nodes() -> int:
+    """Living nodes of the cluster that builds the app; 1 where it is only looked at."""
+    return sum(node["Alive"] for node in ray.nodes()) if ray.is_initialized() else 1
 
 
 def _router_settings(config: AppConfig, names: list[str]) -> dict[str, object]:
     return {
         "models": tuple(names),
+        "levels": tuple(config.levels[name] for name in names),
         "policy": config.router.policy,
         "chain": config.fixed_chain or (),
         "windows": config.router.windows or (),

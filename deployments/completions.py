@@ -51,7 +51,7 @@ class Translator:
             1.0 if body.temperature is None else body.temperature,
             body.top_k or 0,
             1.0 if body.top_p is None else body.top_p,
-            secrets.randbits(63) if body.seed is None else body.seed % 2**63,
+            secrets.randbits(63) if body.seed is None else body.seed % 2**64,
         )
         wish = body.speculation
         speculation = Speculation(wish.mode, tuple(wish.chain), tuple(wish.windows))

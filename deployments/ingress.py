@@ -23,7 +23,7 @@ from deployments.openai_api import ApiError, ChatBody, CompletionBody, parse_bod
 from deployments.router_link import RouterLink
 from deployments.streams import endpoint
 
-HEALTH_S = 2.0
+CALL_S = 2.0
 
 api = FastAPI(title="SpecRelay", docs_url=None, redoc_url=None)
 
@@ -84,7 +84,7 @@ class Ingress:
     async def health(self) -> Response:
         """200 only when a target can serve."""
         try:
-            async with asyncio.timeout(HEALTH_S):
+            async with asyncio.timeout(CALL_S):
                 can_serve = await self._router.can_serve.remote()
         except (TimeoutError, RayError, RayServeException):  # the router is being restarted
             can_serve = False
@@ -94,18 +94,20 @@ class Ingress:
     @api.get("/metrics")
     async def metrics(self) -> Response:
         """Open to scrapers, like /health: counts and times only."""
-        return PlainTextResponse(await self._router.metrics_text.remote())
+        async with asyncio.timeout(CALL_S):
+            return PlainTextResponse(await self._router.metrics_text.remote())
 
     @api.get("/router/table")
     async def table(self, request: Request) -> Response:
         self._authorize(request)
-        return JSONResponse(await self._router.table.remote())
+        async with asyncio.timeout(CALL_S):
+            return JSONResponse(await self._router.table.remote())
 
     # ------------------------------------------------------------------------------------------------------ requests
 
     def _authorize(self, request: Request) -> None:
-        given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
-        if self._keys is not None and not any(secrets.compare_digest(given, key) for key in self._keys):
+        given = request.headers.get("authorization", "").removeprefix("Bearer ").strip().encode()
+        if self._keys is not None and not any(secrets.compare_digest(given, key.encode()) for key in self._keys):
             raise ApiError(401, "missing or wrong API key")
 
     async def _complete(self, request: Request, kind: type[ChatBody] | type[CompletionBody]) -> Response:

@@ -1,14 +1,15 @@
-"""`RouterStats` and the membership as Prometheus text (contracts.md §6). Collected when asked; labels are bounded."""
+"""`RouterStats` and the membership as Prometheus text. Collected when asked; labels are bounded."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from router.service import RouterCore
-from router.stats import REPLICA_COUNTS
+from router.stats import REPLICA_COUNTS, Histogram
 
 PREFIX = "specrelay_"
 
@@ -27,8 +28,7 @@ class RouterMetrics:
 
     def collect(self) -> Iterable[Metric]:
         yield from self._counters()
-        for histogram in self._core.stats.histograms:
-            yield from histogram.collect()
+        yield from self._histograms()
         yield from self._gauges()
 
     def _counters(self) -> Iterable[Metric]:
@@ -46,6 +46,14 @@ class RouterMetrics:
             yield _counter(kind, ["model"], {(m,): v for (k, m), v in s.replica.items() if k == kind})
         yield _counter("bad_frames", ["reason"], {(k,): v for k, v in (s.bad_frames + self._bad_frames).items()})
         yield _counter("plan_changes", [], {(): self._core.planning.plan_changes})
+
+    def _histograms(self) -> Iterable[Metric]:
+        s = self._core.stats
+        yield _histogram("time_to_first_token_seconds", [], {(): s.first_token_s})
+        yield _histogram("inter_token_latency_seconds", [], {(): s.inter_token_s})
+        yield _histogram("round_seconds", [], {(): s.round_s})
+        yield _histogram("step_seconds", ["model", "kind"], s.step_s)
+        yield _histogram("queue_seconds", ["model"], {(model,): h for model, h in s.queue_s.items()})
 
     def _gauges(self) -> Iterable[Metric]:
         core = self._core
@@ -75,6 +83,14 @@ def _counter(name: str, labels: list[str], values: Mapping[Any, int]) -> Metric:
     family = CounterMetricFamily(PREFIX + name, name.replace("_", " "), labels=labels)
     for key, value in values.items():
         family.add_metric(list(key), value)
+    return family
+
+
+def _histogram(name: str, labels: list[str], values: Mapping[Any, Histogram]) -> Metric:
+    family = HistogramMetricFamily(PREFIX + name, name.replace("_", " "), labels=labels)
+    for key, histogram in values.items():
+        bounds = [*(str(bound) for bound in histogram.bounds), "+Inf"]
+        family.add_metric(list(key), list(zip(bounds, accumulate(histogram.counts), strict=True)), histogram.sum_s)
     return family
 
 

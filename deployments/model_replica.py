@@ -21,7 +21,7 @@ from deployments.streams import Callbacks, endpoint, node_address
 from kvstate.protocol import AnyMessage, Message, Profile, Register, ReplicaInfo
 from models.backend import Backend
 from models.emulated import EmulatedBackend
-from models.engine import Engine
+from models.engine import Engine, InboxFull, UnknownMessage
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,8 @@ class ModelReplica:
             self._loop.call_soon_threadsafe(answer.set_result, len(self._engine.held()))
 
         self._engine.control(count)
-        return await answer
+        async with asyncio.timeout(CONTROL_S):
+            return await answer
 
     async def stats(self) -> dict[str, int]:
         """Counts of the engine (`EngineStats`), for benchmarks."""
@@ -79,7 +80,7 @@ class ModelReplica:
         return {name: getattr(stats, name) for name in stats.__slots__}
 
     def reconfigure(self, user_config: Mapping[str, object]) -> None:
-        """`emulate:` values changed while it runs (contracts.md §4)."""
+        """`emulate:` values changed while it runs."""
         if not user_config:
             return
         assert isinstance(self._backend, EmulatedBackend), "only emulated models have a user_config"
@@ -104,7 +105,11 @@ class ModelReplica:
         return Callbacks(lambda message: self._submit(stream, message), lambda: None)
 
     def _submit(self, stream: Stream, message: AnyMessage) -> None:
-        self._engine.submit(stream, [message])
+        try:
+            self._engine.submit(stream, [message])
+        except (InboxFull, UnknownMessage) as error:
+            log.warning("closing the stream of %s: %s %s", stream.peer.id, type(error).__name__, error)
+            stream.break_off(type(error).__name__)
 
     def _deliver(self, replies: Sequence[tuple[object, Message]]) -> None:
         """Called on the engine's thread, once per step."""

@@ -63,6 +63,7 @@ NEUTRAL: dict[str, object] = {
 """Values with which a field that is not served asks for nothing: clients send them as their defaults."""
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
+MOST_WINDOW = 1024
 
 B = TypeVar("B", bound="Generation")
 
@@ -90,7 +91,7 @@ class StreamOptions(Body):
 class SpeculationBody(Body):
     mode: Literal["auto", "off", "fixed"] = "auto"
     chain: list[str] = []
-    windows: list[Annotated[int, Field(ge=1)]] = []
+    windows: Annotated[list[Annotated[int, Field(ge=1, le=MOST_WINDOW)]], Field(max_length=64)] = []
 
 
 class TextPart(Body):
@@ -116,7 +117,7 @@ class Generation(Body):
     model: str
     temperature: Annotated[float, Field(ge=0.0, le=100.0)] | None = None
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     seed: int | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     n: Literal[1] = 1

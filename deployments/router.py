@@ -2,13 +2,14 @@
 
 import asyncio
 import os
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
 from cluster.dialer import Dialer
 from cluster.stream import Stream
-from cluster.transport import serve
+from cluster.transport import MakeHandler, RefusedError, serve
 from deployments.metrics import RouterMetrics
 from deployments.streams import Callbacks, endpoint, new_generation, node_address
 from kvstate.protocol import AnyMessage, Members, Message
@@ -27,10 +28,12 @@ class Router:
         self._own = endpoint("router", f"router-{generation}", token_env, generation)
         self._ingresses: dict[str, Stream] = {}
         self._replicas: dict[str, Dialer] = {}
+        self._stopping: set[asyncio.Task[None]] = set()
+        self._outdated: RefusedError | None = None
         self._core = RouterCore(RouterSettings(**settings), self, generation=generation)  # type: ignore[arg-type]
         self._metrics = RouterMetrics(self._core, self._own.stats.bad_frames)
         self._server = await serve(self._own, node_address(), 0, self._accept)
-        self._coordinator = Dialer(self._own, coordinator.endpoint.remote, self._coordinator_stream)
+        self._coordinator = self._dialer(coordinator.endpoint.remote, self._coordinator_stream)
         self._coordinator.start()
 
     async def endpoint(self) -> str:
@@ -51,6 +54,11 @@ class Router:
         """GET /metrics: the whole app's."""
         return self._metrics.text()
 
+    def check_health(self) -> None:
+        """A router whose generation is refused was overtaken: Serve starts another."""
+        if self._outdated is not None:
+            raise self._outdated
+
     # ------------------------------------------------------------------------------------------------------ Outbound
 
     def to_replica(self, replica_id: str, message: Message) -> bool:
@@ -67,6 +75,8 @@ class Router:
 
     def _accept(self, stream: Stream) -> Callbacks:
         name = stream.peer.id
+        if name in self._ingresses:  # it redialled before its old stream was seen to break
+            self._core.ingress_lost(name)
         self._ingresses[name] = stream
         return Callbacks(lambda m: self._core.on_ingress(name, m), lambda: self._ingress_gone(name, stream))
 
@@ -85,13 +95,27 @@ class Router:
         self._core.on_coordinator(message)
 
     def _dial_members(self, message: Members) -> None:
+        """A coordinator that was restarted lists who has registered again so far: a replica that it does not list is
+        gone only if its own stream says so too.
+        """
         up = {m.info.replica_id: m.info.address for m in message.members if m.up}
-        for gone in self._replicas.keys() - up.keys():
-            dialer = self._replicas.pop(gone)
-            asyncio.get_running_loop().create_task(dialer.stop())
-            self._core.replica_lost(gone)
+        down = {m.info.replica_id for m in message.members if not m.up}
+        for replica_id in self._replicas.keys() - up.keys():
+            stream = self._replicas[replica_id].stream
+            if replica_id in down or stream is None or not stream.is_open:
+                stopping = asyncio.create_task(self._replicas.pop(replica_id).stop())
+                self._stopping.add(stopping)
+                stopping.add_done_callback(self._stopping.discard)
+                self._core.replica_lost(replica_id)
         for replica_id in up.keys() - self._replicas.keys():
             self._replicas[replica_id] = self._dial(replica_id, up[replica_id])
+
+    def _dialer(self, resolve: Callable[[], Awaitable[str]], make_handler: MakeHandler) -> Dialer:
+        return Dialer(self._own, resolve, make_handler, on_refused=self._refused)
+
+    def _refused(self, error: RefusedError) -> None:
+        if error.reason == "generation" and not error.stale_peer:
+            self._outdated = error
 
     def _dial(self, replica_id: str, address: str) -> Dialer:
         async def resolve() -> str:
@@ -101,7 +125,7 @@ class Router:
             asyncio.get_running_loop().call_soon(self._core.replica_connected, replica_id)
             return Callbacks(self._core.on_replica, lambda: self._core.replica_lost(replica_id))
 
-        dialer = Dialer(self._own, resolve, handler)
+        dialer = self._dialer(resolve, handler)
         dialer.start()
         return dialer
 

@@ -1,12 +1,14 @@
 """Models that run on torch: device, dtype, threads and KV room resolved from the config."""
 
 import os
+from functools import partial
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from cluster.config import AppConfig, TransformersModel
+from cluster.preflight import available_cpus
 from models.transformers_backend import TransformersBackend, plan_blocks
 
 DTYPES = {
@@ -18,18 +20,17 @@ DTYPES = {
 
 
 def build(config: AppConfig, model: TransformersModel, folder: Path) -> TransformersBackend:
-    torch.set_num_threads(model.threads or len(os.sched_getaffinity(0)))
+    torch.set_num_threads(model.threads or available_cpus())
     device = _device(model)
     dtype = _dtype(model, device)
     shape = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
-    num_blocks = plan_blocks(
+    num_blocks = partial(
+        _num_blocks,
+        config,
+        model,
         shape,
-        num_layers=model.layers or shape.get_text_config(decoder=True).num_hidden_layers,
-        dtype_bytes=dtype.itemsize,
-        block_tokens=config.kv.block_tokens,
-        kv_bytes=config.kv.bytes,
-        free_bytes=_free_bytes(device),
-        memory_fraction=config.kv.memory_fraction,
+        dtype,
+        device,
     )
     return TransformersBackend(
         folder,
@@ -42,6 +43,21 @@ def build(config: AppConfig, model: TransformersModel, folder: Path) -> Transfor
     )
 
 
+def _num_blocks(
+    config: AppConfig, model: TransformersModel, shape: PreTrainedConfig, dtype: torch.dtype, device: str
+) -> int:
+    return plan_blocks(
+        model.name,
+        shape,
+        num_layers=model.layers or shape.get_text_config(decoder=True).num_hidden_layers,
+        dtype_bytes=dtype.itemsize,
+        block_tokens=config.kv.block_tokens,
+        kv_bytes=config.kv.bytes,
+        free_bytes=_free_bytes(device),
+        memory_fraction=config.kv.memory_fraction,
+    )
+
+
 def _device(model: TransformersModel) -> str:
     if model.device != "auto":
         return model.device
@@ -49,7 +65,7 @@ def _device(model: TransformersModel) -> str:
 
 
 def _dtype(model: TransformersModel, device: str) -> torch.dtype:
-    """auto: bfloat16 where the hardware multiplies it natively, else float32 (contracts.md §2)."""
+    """auto: bfloat16 where the hardware multiplies it natively, else float32."""
     if model.dtype != "auto":
         return DTYPES[model.dtype]
     if device.startswith("cuda"):
@@ -62,4 +78,6 @@ def _dtype(model: TransformersModel, device: str) -> torch.dtype:
 def _free_bytes(device: str) -> int:
     if device.startswith("cuda"):
         return int(torch.cuda.mem_get_info()[0])
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if "SC_AVPHYS_PAGES" in os.sysconf_names:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2  # macOS does not say what is free

@@ -34,7 +34,7 @@ class Admission:
         if len(self._waiting) > self._max_waiting:
             del self._waiting[admit.seq]
             refusal = f"{self._max_waiting} requests are waiting for room already"
-            answers.append((router_id, Admitted(admit.seq, {}, refusal)))
+            answers.append((router_id, Admitted(admit.seq, {}, refusal, 429)))
         return answers
 
     def serve(self, now: float) -> Answers:
@@ -45,7 +45,7 @@ class Admission:
             refusal = self._refusal(admit)
             blocked = blocked or (refusal is None and not self._has_room(admit))
             if refusal is not None:
-                answers.append((router_id, Admitted(seq, {}, refusal)))
+                answers.append((router_id, Admitted(seq, {}, *refusal)))
             elif not blocked:
                 answers.append((router_id, Admitted(seq, self._place(router_id, admit, now))))
             else:
@@ -67,11 +67,13 @@ class Admission:
             assert self._refusal(first) is None, f"{first} waits in vain"
             assert not self._has_room(first), f"{first} waits for nothing"
 
-    def _refusal(self, admit: Admit) -> str | None:
+    def _refusal(self, admit: Admit) -> tuple[str, int] | None:
+        """Why it can never be admitted, and the code."""
         if self._ledger.is_closed(admit.seq):
-            return f"sequence {admit.seq} is closed"
+            return f"sequence {admit.seq} is closed", 503
         if self._ledger.never_fits(self._models[-1], admit.max_len):
-            return f"{admit.max_len} tokens fit on no replica of {self._models[-1]}"
+            fix = "shorten the prompt or lower max_tokens"
+            return f"{admit.max_len} tokens of prompt and output fit on no replica of {self._models[-1]}: {fix}", 400
         return None
 
     def _has_room(self, admit: Admit) -> bool:

@@ -180,9 +180,12 @@ class CoordinatorCore:
         return self._members(now)
 
     def router_connected(self, router_id: str, now: float) -> list[Outgoing]:
-        del now
+        """There is one router at a time: what another one ran has been, or will be, opened again as new sequences."""
         self._routers.add(router_id)
-        return [Outgoing("router", router_id, Members(self.ledger.members()))]
+        out = [Outgoing("router", router_id, Members(self.ledger.members()))]
+        for entry in [e for e in self.ledger.running.values() if e.router_id != router_id]:
+            out += self._close(entry.seq, now)
+        return out
 
     def router_lost(self, router_id: str, now: float) -> list[Outgoing]:
         """Its waiting openings are forgotten; its sequences run on for `lease_s` unless they are resumed before."""
@@ -223,10 +226,12 @@ class CoordinatorCore:
         return self._catch_up(replica, message.held, now) + self._members(now) + self._admit_waiting(now)
 
     def _refuse_unfit(self, info: ReplicaInfo) -> None:
+        """Vocabularies of different models were compared before the start: one may have more ids than the other."""
         if info.model not in self.models:
             raise UnknownModel(info.model, self.models)
         for other in self.ledger.replicas.values():
-            if other.up and other.info.vocabulary != info.vocabulary and other.info.replica_id != info.replica_id:
+            same_model = other.info.model == info.model and other.info.replica_id != info.replica_id
+            if other.up and same_model and other.info.vocabulary != info.vocabulary:
                 raise VocabularyMismatch(info.model, info.vocabulary, other.info.model, other.info.vocabulary)
 
     def _take_in(self, replica: Replica, held: Held, now: float) -> None:

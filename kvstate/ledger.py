@@ -227,7 +227,7 @@ class Ledger:
 
     def members(self) -> tuple[Member, ...]:
         return tuple(
-            Member(r.info, r.up, len(r.reserved), r.free_blocks if r.up else 0, r.counts)
+            Member(r.info, r.up, len(r.reserved), r.free_blocks if r.up else r.info.num_blocks, r.counts)
             for r in self.replicas.values()
         )
 

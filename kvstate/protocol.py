@@ -160,11 +160,14 @@ class Admit(Message, frozen=True):
 
 
 class Admitted(Message, frozen=True):
-    """`holders`: model name → replica id that holds room. `refusal` set: never possible, and why."""
+    """`holders`: model name → replica id that holds room. `refusal` set: why there will be none; `code` as in HTTP:
+    400 no replica could ever hold it, 429 the queue is full, 503 the sequence is closed.
+    """
 
     seq: int
     holders: dict[str, str]
     refusal: str | None = None
+    code: int = 0
 
 
 class Resume(Message, frozen=True):

@@ -24,27 +24,32 @@ from kvstate.protocol import Acked, Check, Commit, Draft, Key, Need, Open, Opene
 class InvariantError(Exception):
     """Something that can only follow from a fault in router, coordinator or holder."""
 
+    def __init__(self, seq: int, *details: object) -> None:
+        super().__init__(seq, *details)
+        self.seq = seq
+
 
 class ConflictingCommit(InvariantError):
     """A message states another token at a position that is permanent."""
 
     def __init__(self, seq: int, position: int, known: int, given: int) -> None:
         super().__init__(seq, position, known, given)
-        self.seq, self.position, self.known, self.given = seq, position, known, given
+        self.position, self.known, self.given = position, known, given
 
     def __str__(self) -> str:
         return f"sequence {self.seq}: position {self.position} is committed as {self.known}, not {self.given}"
 
 
 class MalformedStep(InvariantError):
-    """A step says that more positions are committed than it and its prefix have tokens for."""
+    """A step says that more positions are committed, or to be sampled, than it and its prefix have tokens for."""
 
-    def __init__(self, seq: int, end: int, committed_len: int) -> None:
-        super().__init__(seq, end, committed_len)
-        self.seq, self.end, self.committed_len = seq, end, committed_len
+    def __init__(self, seq: int, end: int, committed_len: int, count: int) -> None:
+        super().__init__(seq, end, committed_len, count)
+        self.end, self.committed_len, self.count = end, committed_len, count
 
     def __str__(self) -> str:
-        return f"sequence {self.seq}: tokens end at {self.end}, below the stated committed length {self.committed_len}"
+        stated = f"committed length {self.committed_len} and count {self.count}"
+        return f"sequence {self.seq}: tokens that end at {self.end} do not go with {stated}"
 
 
 @dataclass(slots=True)
@@ -112,8 +117,8 @@ def accept_step(state: SequenceState, step: Step) -> Ready | Need | Stale:
     if step.from_len > state.committed_len:
         return Need(step.seq, step.key, state.committed_len)
     end = step.from_len + len(step.tokens)
-    if end < step.committed_len or (isinstance(step, Probe) and end > step.committed_len):
-        raise MalformedStep(step.seq, end, step.committed_len)
+    if end < step.committed_len or not _has_rows(step, end):
+        raise MalformedStep(step.seq, end, step.committed_len, step.count)
     only_looks = isinstance(step, Probe) or (isinstance(step, Draft) and step.count == 0)
     if _is_overtaken(state, step, end, only_looks):
         state.last_key = step.key
@@ -162,6 +167,17 @@ def _absorb(state: SequenceState, from_len: int, tokens: Sequence[int]) -> int:
     if end <= len(state.tokens) and _first_difference(state, from_len, tokens) is None:
         return 0
     return reconcile(state, from_len, tokens)
+
+
+def _has_rows(step: Step, end: int) -> bool:
+    """Whether each sample the step asks for has a row; a probe's tokens are all committed."""
+    match step:
+        case Draft():
+            return step.count >= 0 and end >= 1
+        case Check():
+            return 0 <= step.count < end
+        case Probe():
+            return 0 <= step.count < step.committed_len == end
 
 
 def _is_overtaken(state: SequenceState, step: Draft | Check | Probe, end: int, only_looks: bool) -> bool:

@@ -1,4 +1,4 @@
-"""A model that knows no language: exact answers, exact times, at sizes that no test machine has (contracts.md §4).
+"""A model that knows no language: exact answers, exact times, at sizes that no test machine has.
 
 Its KV is real: one 64-bit hash of the prefix per position, in paged blocks. The row at position p reads the hash at
 p − 1 through `block_ids`, chains token p into it and stores the result at p; everything the model emits is computed

@@ -31,11 +31,13 @@ from kvstate.protocol import (
     Sampling,
     Step,
 )
-from kvstate.sequence import Ready, SequenceState, Stale, accept_step, apply_commit, apply_open, evict
+from kvstate.sequence import InvariantError, Ready, SequenceState, Stale, accept_step, apply_commit, apply_open, evict
 from models.backend import Backend, Slice
 from models.tasks import Task, continue_draft, finish, is_overtaken, start_task
 
 log = logging.getLogger(__name__)
+
+MOST_INBOX = 100_000
 
 Sender = object
 Deliver = Callable[[Sequence[tuple[Sender, Message]]], None]
@@ -61,6 +63,14 @@ class EngineStats:
     stale_messages: int = 0
     resent_prefixes: int = 0
     expired_sequences: int = 0
+
+
+class InboxFull(Exception):
+    """More messages wait than the engine will ever catch up with."""
+
+
+class UnknownMessage(Exception):
+    """No engine serves messages of this type."""
 
 
 class Engine:
@@ -102,8 +112,16 @@ class Engine:
     # ------------------------------------------------------------------------------------------------- other threads
 
     def submit(self, sender: Sender, messages: Iterable[Message]) -> None:
-        """Queue messages; their replies come back through `deliver` with the same sender."""
-        self._inbox.extend((sender, message) for message in messages)
+        """Queue messages; their replies come back through `deliver` with the same sender.
+
+        Raises InboxFull, and UnknownMessage for a type that engines do not serve; the sender is at fault.
+        """
+        for message in messages:
+            if type(message) not in self._handlers:
+                raise UnknownMessage(type(message).__name__)
+            if len(self._inbox) >= MOST_INBOX:
+                raise InboxFull(len(self._inbox))
+            self._inbox.append((sender, message))
         self._wake.set()
 
     def control(self, action: Callable[[], None]) -> None:
@@ -158,7 +176,12 @@ class Engine:
             self._controls.popleft()()
         while self._inbox:
             sender, message = self._inbox.popleft()
-            self._handlers[type(message)](sender, message)
+            try:
+                self._handlers[type(message)](sender, message)
+            except InvariantError as error:  # one sequence is at fault: it is dropped, and rebuilt by its router
+                log.warning("dropping sequence %d: %s", error.seq, error)
+                self._forget(error.seq)
+                self._dropped.append(error.seq)
         self._expire()
 
     def _on_open(self, sender: Sender, message: Message) -> None:

@@ -1,4 +1,4 @@
-"""One sample per position: the argmax of processed logits plus the position's noise (contracts.md §5).
+"""One sample per position: the argmax of processed logits plus the position's noise.
 
 Order of processing: temperature, top_k, top_p; each step narrows the set of allowed token ids. The distribution after
 them is the softmax over the allowed ids, and argmax(score + Gumbel noise) draws from exactly that, without normalising.

@@ -166,13 +166,6 @@ def read_fingerprint(folder: Path) -> str:
     return "none" if vocabulary is None else fingerprint(vocabulary)
 
 
-def first_difference(one: Mapping[str, int], other: Mapping[str, int]) -> tuple[int, str | None, str | None] | None:
-    """The lowest id that means different tokens in two vocabularies, with both tokens; None if they are equal."""
-    ones, others = ({index: token for token, index in each.items()} for each in (one, other))
-    ids = [index for index in ones.keys() | others.keys() if ones.get(index) != others.get(index)]
-    return None if not ids else (min(ids), ones.get(min(ids)), others.get(min(ids)))
-
-
 def read_end_ids(folder: Path) -> frozenset[int]:
     """Ids that end an answer, as the model's saved configurations name them: one id, a list, or none."""
     ids: set[int] = set()

@@ -5,7 +5,7 @@ the paged cache. What cannot be rolled back by setting a length, or depends on t
 when loaded (`UnsupportedModel`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,9 @@ class UnsupportedModel(Exception):
 
 
 class TransformersBackend:
-    """`layers`: keep only the first K decoder layers (early exit). `num_blocks` blocks of KV are reserved."""
+    """`layers`: keep only the first K decoder layers (early exit). `num_blocks` says how many
+    blocks of KV to reserve; it is asked once the weights are loaded, when free memory is known.
+    """
 
     def __init__(
         self,
@@ -47,7 +49,7 @@ class TransformersBackend:
         *,
         dtype: torch.dtype,
         device: str,
-        num_blocks: int,
+        num_blocks: Callable[[], int],
         block_tokens: int = 16,
         layers: int | None = None,
         trust_remote_code: bool = False,
@@ -72,12 +74,12 @@ class TransformersBackend:
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         self._num_layers = len(self._model.get_decoder().layers)
-        self._cache = KVCache(self._num_layers, num_blocks * block_tokens, heads, head_size, dtype, self._device)
+        self.num_blocks = num_blocks()
+        self._cache = KVCache(self._num_layers, self.num_blocks * block_tokens, heads, head_size, dtype, self._device)
         self.vocabulary = read_fingerprint(folder)
-        self.vocab_size = int(text.vocab_size)
+        self._vocab_size = int(text.vocab_size)
         self.context_len = int(text.max_position_embeddings)
         self.end_ids = read_end_ids(folder)
-        self.num_blocks = num_blocks
         self.block_tokens = block_tokens
         self._probe(folder.name)
 
@@ -85,7 +87,9 @@ class TransformersBackend:
     def forward(self, slices: Sequence[Slice]) -> list[list[int | None]]:
         """See `Backend.forward`. One forward, one sampling pass over all sampled rows."""
         pack = pack_rows(slices, self.block_tokens, self._cache, self._device)
-        ids = [token for s in slices for token in s.tokens[s.start : s.end]]
+        # An id beyond this vocabulary, from a drafter with a larger one, equals no sample: any row in its place does.
+        last_id = self._vocab_size - 1
+        ids = [min(token, last_id) for s in slices for token in s.tokens[s.start : s.end]]
         positions = [position for s in slices for position in range(s.start, s.end)]
         wanted = [
             rows.first + position - rows.start
@@ -122,6 +126,7 @@ class TransformersBackend:
 
 
 def plan_blocks(
+    name: str,
     config: PreTrainedConfig,
     *,
     num_layers: int,
@@ -133,16 +138,21 @@ def plan_blocks(
     most_sequences: int = 64,
 ) -> int:
     """How many KV blocks to reserve: `kv_bytes` if given, else the fraction of free memory, but no more than
-    `most_sequences` full contexts could fill.
+    `most_sequences` full contexts could fill. Raises UnsupportedModel where that is not one block.
     """
     text = config.get_text_config(decoder=True)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     block_bytes = 2 * num_layers * heads * head_size * dtype_bytes * block_tokens
-    if kv_bytes is not None:
-        return int(kv_bytes // block_bytes)
     useful = most_sequences * -(-int(text.max_position_embeddings) // block_tokens)
-    return int(min(useful, int(free_bytes * memory_fraction) // block_bytes))
+    if kv_bytes is not None:
+        num_blocks, given = kv_bytes // block_bytes, f"kv.bytes {kv_bytes}"
+    else:
+        num_blocks = min(useful, int(free_bytes * memory_fraction) // block_bytes)
+        given = f"kv.memory_fraction {memory_fraction:g} of {free_bytes} free bytes"
+    if num_blocks < 1:
+        raise UnsupportedModel(name, f"{given} hold no block of {block_tokens} tokens, which takes {block_bytes} bytes")
+    return int(num_blocks)
 
 
 def _attend(

@@ -1,6 +1,6 @@
 """One request's rounds: draft, check level by level, commit the target's verdict, again.
 
-The nested rule (design.md §3.4): level 1 drafts windows[0] tokens; as soon as a level has delivered at least windows[i]
+The nested rule: level 1 drafts windows[0] tokens; as soon as a level has delivered at least windows[i]
 tokens, the next one checks all of them, keeps what equals its samples and adds its own token; up to the target. A round
 lives on one stack of `held` tokens: `held[i]` waits for the check by chain[i]. A check empties its entry, and whenever
 chain[i] checks, all entries below are empty; so the context of any step is committed + held[top] + … + held[i].
@@ -18,7 +18,11 @@ from router.planner import Plan
 from router.sequence import Holder, Limits, RunningSequence, TargetCounts
 
 ATTEMPTS = 4
-"""Sends of one step before its replica counts as lost: two lost frames and a reopened sequence fit in."""
+"""Sends of one step before its replica counts as lost: two lost frames and a reopened sequence fit in.
+
+A target that is only silent is waited for until the request's deadline: it may have long prompts of others before it,
+and there is nothing to go on without it. A stream that breaks, as it does when heartbeats are missed, ends every wait.
+"""
 
 
 class Observer(Protocol):
@@ -158,9 +162,10 @@ class RoundDriver:
         """What `model` keeps of `held[level]`, and its own token."""
         checked = held[level] if held else []
         tokens = self._context(held, level)
-        reply = await self._step(model, "check", lambda holder: self._check(holder, tokens, len(checked)))
+        is_target = level == max(len(held) - 1, 0)
+        reply = await self._step(model, "check", lambda holder: self._check(holder, tokens, len(checked)), is_target)
         assert isinstance(reply, Verdict), reply
-        if level == max(len(held) - 1, 0):
+        if is_target:
             self.counts.add(len(checked), reply.num_accepted)
         if lower is not None:
             self._observer.checked(lower, model, len(checked), reply.num_accepted)
@@ -177,20 +182,25 @@ class RoundDriver:
 
     # ---------------------------------------------------------------------------------------------------- one step
 
-    async def _step(self, model: str, kind: str, make: Callable[[Holder], Step]) -> Step | object:
-        """Send a step until it is answered; resend what the holder needs. ReplicaLost after too many silences."""
+    async def _step(
+        self, model: str, kind: str, make: Callable[[Holder], Step], is_target: bool = False
+    ) -> Step | object:
+        """Send a step until it is answered; resend what the holder needs. ReplicaLost after too many tries."""
         holder = self.sequence.holders.get(model)
         if holder is None:
             raise ReplicaLost(model)
-        for _ in range(ATTEMPTS):
+        attempts = 0
+        while attempts < ATTEMPTS:
             self._open(holder)
             sent_s = self._clock()
             reply = await self._calls.call(holder.replica_id, make(holder), self._step_timeout_s)
             match reply:
                 case None:
                     holder.opened = False
+                    attempts += not is_target
                 case Need(from_len=from_len, unknown=unknown):
                     holder.acked_len, holder.opened = from_len, not unknown
+                    attempts += 1
                 case Drafted() | Verdict() | Probed():
                     holder.acked_len = reply.committed_len
                     self._observer.timing(holder, kind, reply.timing, self._clock() - sent_s)

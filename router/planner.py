@@ -155,28 +155,9 @@ class Planner:
         return cost.batch_ms(1.0) + cost.call_ms
 
 
-def plan(snapshot: TableSnapshot, models: Sequence[str], max_window: int, remaining: int | None = None) -> Plan:
-    """The fastest plan from `models` (cheapest first, target last; the target alone is always one).
-
-    `remaining`: tokens the request may still get; no window needs to be longer.
-    """
-    longest = max_window if remaining is None else max(1, min(max_window, remaining))
-    return Planner(snapshot, longest).candidates(models)[0]
-
-
-def plan_windows(snapshot: TableSnapshot, chain: Sequence[str], max_window: int) -> Plan:
-    """The best windows for a chain that is given."""
-    return Planner(snapshot, max_window).best(chain)
-
-
 def predict(snapshot: TableSnapshot, chain: Sequence[str], windows: Sequence[int]) -> float:
     """Mean time per committed token in ms."""
     return Planner(snapshot, max(windows, default=1)).predict(chain, windows)
-
-
-def candidates(snapshot: TableSnapshot, models: Sequence[str], max_window: int) -> list[Plan]:
-    """The best plan of every chain, fastest first, for /router/table."""
-    return Planner(snapshot, max_window).candidates(models)
 
 
 def keep_or_change(snapshot: TableSnapshot, present: Plan | None, new: Plan, least_gain: float = 0.02) -> Plan:

@@ -17,9 +17,12 @@ from router.table import RouterTable, TableSnapshot
 
 @dataclass(frozen=True, slots=True)
 class RouterSettings:
-    """`models`: cheapest first, target last. `chain` and `windows` are used by the policy `fixed`."""
+    """`models`: cheapest first, target last; `levels[i]` is that of models[i], its place in the list where none are
+    given. `chain` and `windows` are used by the policy `fixed`.
+    """
 
     models: tuple[str, ...]
+    levels: tuple[int, ...] = ()
     policy: str = "adaptive"
     chain: tuple[str, ...] = ()
     windows: tuple[int, ...] = ()
@@ -31,6 +34,10 @@ class RouterSettings:
     @property
     def target(self) -> str:
         return self.models[-1]
+
+    def level_of(self, model: str) -> int:
+        index = self.models.index(model)
+        return self.levels[index] if self.levels else index + 1
 
 
 @dataclass(slots=True)
@@ -66,7 +73,7 @@ class Planning:
         self.plan_changes = 0
 
     def add_model(self, name: str, profile: Profile) -> None:
-        self.table.add_model(name, self._settings.models.index(name) + 1, profile)
+        self.table.add_model(name, self._settings.level_of(name), profile)
         self._snapshot = None
 
     # ----------------------------------------------------------------------------------------------------- observing

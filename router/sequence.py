@@ -1,6 +1,6 @@
 """A sequence as the round driver sees it: what is committed, who holds it, and the next key.
 
-Also the rules that end a request, applied to each committed token in order (design.md §3.5).
+Also the rules that end a request, applied to each committed token in order.
 """
 
 from collections.abc import Sequence

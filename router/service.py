@@ -32,6 +32,7 @@ from kvstate.protocol import (
     Probed,
     Resume,
     SpecMetrics,
+    Speculation,
     Verdict,
 )
 from router.driver import Commit, RoundDriver, TargetLost
@@ -69,6 +70,7 @@ class Request:
     sequence: RunningSequence | None = None
     task: asyncio.Task[None] | None = None
     cut_len: int | None = None
+    probes: set[asyncio.Task[None]] = field(default_factory=set)
 
     @property
     def arrived_s(self) -> float:
@@ -98,7 +100,6 @@ class RouterCore:
         self._connected: set[str] = set()
         self._connections = asyncio.Event()
         self._members: dict[str, Member] = {}
-        self._probing: set[asyncio.Task[None]] = set()
         self.stats = RouterStats()
         self.planning = Planning(settings, clock, self.stats)
 
@@ -162,9 +163,9 @@ class RouterCore:
     async def close(self) -> None:
         """Cancel every request and wait until they are gone."""
         tasks = [r.task for r in self._requests.values() if r.task is not None]
-        for task in (*tasks, *self._probing):
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, *self._probing, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     # ------------------------------------------------------------------------------------------------- what is shown
 
@@ -185,15 +186,16 @@ class RouterCore:
         return any(m.up and m.info.model == self._settings.target for m in self._members.values())
 
     def table(self) -> dict[str, object]:
-        """GET /router/table (contracts.md §3)."""
+        """GET /router/table."""
         rows = as_rows(self.planning.snapshot())
         for row in rows["models"]:
             row["replicas"] = [_replica_row(m) for m in self._members.values() if m.info.model == row["name"]]
         candidates = self.planning.candidates()
-        best = candidates[0] if candidates else Plan((), (), 0.0)
+        models = [name for name in self._settings.models if any(name == row["name"] for row in rows["models"])]
+        plan = self.planning.plan(models, Speculation()) if self.can_serve else Plan((), (), 0.0)
         return {
-            "chain": best.chain,
-            "windows": best.windows,
+            "chain": plan.chain,
+            "windows": plan.windows,
             "generation": self._generation,
             **rows,
             "candidates": [self._candidate_row(plan) for plan in candidates],
@@ -214,13 +216,12 @@ class RouterCore:
 
     def _open(self, ingress_id: str, message: OpenRequest) -> None:
         request = Request(ingress_id, message, self._clock() + message.deadline_s, list(message.delivered))
-        if self.num_queued >= self._settings.max_queue:
-            self._fail(request, Refused(429, "the queue is full: retry later", RETRY_AFTER_S))
-            return
         if message.delivered:
             self.stats.resumed_requests["router_lost"] += 1
         self._requests[message.request_id] = request
         request.task = asyncio.create_task(self._serve(request), name=f"request {message.request_id}")
+        # Not at the end of the task: one that is cancelled before its first step never runs a line.
+        request.task.add_done_callback(lambda _: self._requests.pop(message.request_id, None))
 
     def _cancel(self, request_id: str) -> None:
         request = self._requests.get(request_id)
@@ -243,8 +244,6 @@ class RouterCore:
             self.stats.requests["cut" if request.cut_len is not None else "cancelled"] += 1
             if request.cut_len is not None:
                 self._send_end(request)
-        finally:
-            del self._requests[request.message.request_id]
 
     async def _run(self, request: Request) -> None:
         replaces: int | None = None
@@ -270,7 +269,10 @@ class RouterCore:
         admit = Admit(seq, len(message.prompt), len(message.prompt) + message.max_tokens, replaces)
         future: asyncio.Future[Admitted] = asyncio.get_running_loop().create_future()
         self._admissions[seq] = (admit, future)
-        self._outbound.to_coordinator(admit)  # if it is away, coordinator_connected sends it again
+        # The queue is the coordinator's; while it is away requests wait here, and coordinator_connected asks again.
+        sent = self._outbound.to_coordinator(admit)
+        if not sent and len(self._admissions) > self._settings.max_queue:
+            future.set_exception(Refused(429, "the queue is full: retry later", RETRY_AFTER_S))
         try:
             answer = await future
         except BaseException:
@@ -279,7 +281,7 @@ class RouterCore:
         finally:
             del self._admissions[seq]
         if answer.refusal is not None:
-            raise Refused(503, answer.refusal, RETRY_AFTER_S)
+            raise Refused(answer.code, answer.refusal, RETRY_AFTER_S if answer.code != 400 else None)
         holders = {model: Holder(model, replica_id) for model, replica_id in answer.holders.items()}
         tokens = [*message.prompt, *request.output]
         return RunningSequence(seq, tokens, len(message.prompt), message.sampling, holders)
@@ -306,14 +308,22 @@ class RouterCore:
             step_timeout_s=self._settings.step_timeout_s,
             counts=request.counts,
         )
+        try:
+            await self._rounds(request, driver)
+        finally:
+            for probe in request.probes:
+                probe.cancel()
+
+    async def _rounds(self, request: Request, driver: RoundDriver) -> None:
+        sequence = driver.sequence
         plan = self._plan(request, sequence)
         commit = await driver.prefill(self._settings.target, plan.chain[:-1])
         if not request.output:
-            self.stats.first_token_s.observe(self._clock() - request.arrived_s)
+            self.stats.first_token_s.add(self._clock() - request.arrived_s)
         self._deliver(request, sequence, commit)
         while commit.finish_reason is None:
             plan = self._plan(request, sequence)
-            self._start_probe(driver, plan)
+            self._start_probe(request, driver, plan)
             started_s = self._clock()
             commit = await driver.round(plan)
             self._count_round(plan, self._clock() - started_s, len(commit.tokens))
@@ -358,14 +368,14 @@ class RouterCore:
 
     # ----------------------------------------------------------------------------------------- probes and membership
 
-    def _start_probe(self, driver: RoundDriver, plan: Plan) -> None:
+    def _start_probe(self, request: Request, driver: RoundDriver, plan: Plan) -> None:
         sequence = driver.sequence
         probe = self.planning.choose_probe(tuple(sequence.holders), plan.chain, sequence.output_len)
         if probe is not None:
             self.stats.probes += 1
             task = asyncio.create_task(self._probe(driver, probe.models, probe.count))
-            self._probing.add(task)
-            task.add_done_callback(self._probing.discard)
+            request.probes.add(task)
+            task.add_done_callback(request.probes.discard)
 
     async def _probe(self, driver: RoundDriver, models: tuple[str, ...], num_positions: int) -> None:
         """Samples at the last committed positions, beside the round; never delays it and never fails it."""

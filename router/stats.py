@@ -1,10 +1,9 @@
 """What a router counted and timed since it started. An exporter turns it into metrics; readers make rates of it."""
 
-from collections import Counter
+from bisect import bisect_left
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-
-from prometheus_client import Histogram
 
 from kvstate.protocol import Member, Timing
 
@@ -15,15 +14,32 @@ REPLICA_COUNTS = ("rolled_back_tokens", "stale_messages", "resent_prefixes")
 MOST_REPLICAS_SEEN = 4096
 
 
-def _histogram(
-    name: str, text: str, labels: tuple[str, ...] = (), buckets: tuple[float, ...] = STEP_BUCKETS_S
-) -> Histogram:
-    return Histogram(f"specrelay_{name}_seconds", text, labels, registry=None, buckets=buckets)
+@dataclass(slots=True)
+class Histogram:
+    """Seconds: `counts[i]` values were at most `bounds[i]` and above the bound before; the last counts the rest."""
+
+    bounds: tuple[float, ...] = STEP_BUCKETS_S
+    counts: list[int] = field(default_factory=list)
+    sum_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = [0] * (len(self.bounds) + 1)
+
+    def add(self, seconds: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, seconds)] += times
+        self.sum_s += seconds * times
 
 
 @dataclass(slots=True)
 class RouterStats:
-    """Keys: `requests` outcome, `chain_rounds` chain, `accepted_tokens` (lower, upper), `replica` (kind, model)."""
+    """Keys: `requests` outcome, `chain_rounds` chain, `accepted_tokens` (lower, upper), `replica` (kind, model),
+    `step_s` (model, kind), `queue_s` model.
+
+    first_token_s  from a request's arrival
+    inter_token_s  a round's time per token that it committed
+    step_s         time in batches per step
+    queue_s        a step's wait for its first batch
+    """
 
     requests: Counter[str] = field(default_factory=Counter)
     draft_tokens: Counter[str] = field(default_factory=Counter)
@@ -37,24 +53,16 @@ class RouterStats:
     rounds: int = 0
     committed_tokens: int = 0
     probes: int = 0
-    first_token_s: Histogram = field(
-        default_factory=lambda: _histogram("time_to_first_token", "from a request's arrival", (), WAIT_BUCKETS_S)
-    )
-    inter_token_s: Histogram = field(
-        default_factory=lambda: _histogram("inter_token_latency", "a round's time per token that it committed")
-    )
-    round_s: Histogram = field(default_factory=lambda: _histogram("round", "from drafting to the target's verdict"))
-    step_s: Histogram = field(default_factory=lambda: _histogram("step", "time in batches per step", ("model", "kind")))
-    queue_s: Histogram = field(default_factory=lambda: _histogram("queue", "a step's wait for its batch", ("model",)))
+    first_token_s: Histogram = field(default_factory=lambda: Histogram(WAIT_BUCKETS_S))
+    inter_token_s: Histogram = field(default_factory=Histogram)
+    round_s: Histogram = field(default_factory=Histogram)
+    step_s: defaultdict[tuple[str, str], Histogram] = field(default_factory=lambda: defaultdict(Histogram))
+    queue_s: defaultdict[str, Histogram] = field(default_factory=lambda: defaultdict(Histogram))
     _seen: dict[str, Counter[str]] = field(default_factory=dict)
 
-    @property
-    def histograms(self) -> tuple[Histogram, ...]:
-        return (self.first_token_s, self.inter_token_s, self.round_s, self.step_s, self.queue_s)
-
     def add_step(self, model: str, kind: str, timing: Timing) -> None:
-        self.step_s.labels(model, kind).observe(timing.busy_s)
-        self.queue_s.labels(model).observe(timing.queue_s)
+        self.step_s[model, kind].add(timing.busy_s)
+        self.queue_s[model].add(timing.queue_s)
 
     def add_check(self, lower: str, upper: str, num_accepted: int) -> None:
         self.accepted_tokens[lower, upper] += num_accepted
@@ -63,9 +71,9 @@ class RouterStats:
     def add_round(self, chain: tuple[str, ...], seconds: float, num_tokens: int) -> None:
         self.rounds += 1
         self.chain_rounds[chain] += 1
-        self.round_s.observe(seconds)
-        for _ in range(num_tokens):
-            self.inter_token_s.observe(seconds / num_tokens)
+        self.round_s.add(seconds)
+        if num_tokens:
+            self.inter_token_s.add(seconds / num_tokens, num_tokens)
 
     def add_replica_counts(self, members: Iterable[Member]) -> None:
         """What replicas counted since they were heard last.

@@ -161,7 +161,7 @@ class RouterTable:
 
 
 def as_rows(snapshot: TableSnapshot) -> dict[str, list[dict[str, object]]]:
-    """`models` and `pairs` of GET /router/table (contracts.md §3); replicas are added by who knows the membership."""
+    """`models` and `pairs` of GET /router/table; replicas are added by who knows the membership."""
     models = [_model_row(model) for model in snapshot.models.values()]
     return {"models": models, "pairs": list(_pair_rows(snapshot.pairs.values()))}
 

@@ -24,7 +24,7 @@ class Row:
 
 
 def read_rows(source: Path, model: str) -> list[Row]:
-    """All requests of a JSONL file, for `model` where a line names none; Refused with its number at the first bad line."""
+    """All requests of a JSONL file, for `model` where a line names none; Refused naming the first bad line."""
     try:
         text = source.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

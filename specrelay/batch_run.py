@@ -54,6 +54,8 @@ def running_app(endpoint: Endpoint, wanted_hash: str) -> Endpoint | None:
         return None
     except httpx.TransportError as error:
         raise Refused(f"what answers at {endpoint.url} is not SpecRelay ({error}): choose another port") from error
+    if _is_serve_without_app(response, endpoint):
+        return None
     found = json_object(response, endpoint).get("config_hash")
     if found != wanted_hash:
         raise Refused(
@@ -61,6 +63,14 @@ def running_app(endpoint: Endpoint, wanted_hash: str) -> Endpoint | None:
             "stop it, or set another http.port"
         )
     return endpoint
+
+
+def _is_serve_without_app(health: httpx.Response, endpoint: Endpoint) -> bool:
+    """Ray Serve goes on listening on a cluster after its last app was removed."""
+    if health.status_code != httpx.codes.NOT_FOUND:
+        return False
+    routes = httpx.get(endpoint.url + "/-/routes", timeout=CONNECT_TIMEOUT_S)
+    return routes.status_code == httpx.codes.OK and routes.text.strip() == "{}"
 
 
 @contextmanager

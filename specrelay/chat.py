@@ -11,6 +11,9 @@ from rich.console import Console
 from specrelay.endpoint import CONNECT_TIMEOUT_S, Endpoint, error_message, get_json
 from specrelay.exits import Failed
 
+READ_TIMEOUT_S = 330.0
+"""A little longer than the usual deadline of a request, so that the app's own error comes first."""
+
 Message = dict[str, str]
 
 
@@ -66,7 +69,7 @@ def served_model(endpoint: Endpoint) -> str:
 
 def converse(endpoint: Endpoint, conversation: Conversation, screen: Screen) -> None:
     """Ask, stream the answer, remember both; until the input ends or `/exit`. `/new` forgets the history."""
-    timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
+    timeout = httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
     with httpx.Client(base_url=endpoint.url, headers=endpoint.headers, timeout=timeout) as client:
         while (text := screen.ask()) is not None and text.strip() != "/exit":
             if text.strip() == "/new":

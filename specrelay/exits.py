@@ -1,4 +1,4 @@
-"""How a command ends: 0 done, 1 failed later, 2 refused before serving (contracts.md §1).
+"""How a command ends: 0 done, 1 failed later, 2 refused before serving.
 
 Exit
 ├── Refused   2: the input or the machine does not allow it; nothing was left running

@@ -8,7 +8,14 @@ from pathlib import Path
 
 from cluster.config import AppConfig, TransformersModel
 from cluster.placement import place
-from cluster.preflight import Vocabulary, check_port, check_resources, check_vocabularies, machine_capacity
+from cluster.preflight import (
+    Vocabulary,
+    check_port,
+    check_resources,
+    check_secrets,
+    check_vocabularies,
+    machine_capacity,
+)
 from cluster.ray_runtime import joins_cluster
 from models.tokenizer import fingerprint, read_vocabulary
 from models.weights import prepare
@@ -21,6 +28,7 @@ def prepare_app(config: AppConfig, tell: Tell) -> None:
 
     On a cluster that runs already, its size is checked after joining it.
     """
+    check_secrets(config.security)
     if not joins_cluster():
         check_port(config.http.host, config.http.port)
         check_resources(place(config), [machine_capacity()])

@@ -1,4 +1,4 @@
-"""`status`: the live router table as rich tables. Pure rendering; the numbers are the router's (contracts.md §3)."""
+"""`status`: the live router table as rich tables. Pure rendering; the numbers are the router's."""
 
 from collections.abc import Iterable
 from typing import Any

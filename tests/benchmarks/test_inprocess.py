@@ -10,8 +10,19 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.inprocess import InProcessCluster, running
-from kvstate.protocol import Check, Commit, Draft, FinishReason, Message, Sampling, Speculation, Verdict
+from benchmarks.inprocess import InProcessCluster, RequestFailed, running
+from kvstate.protocol import (
+    CancelRequest,
+    Check,
+    Commit,
+    Draft,
+    FinishReason,
+    Message,
+    OpenRequest,
+    Sampling,
+    Speculation,
+    Verdict,
+)
 from models.backend import Backend
 from models.emulated import EmulatedBackend, EmulateSpec
 from models.ngram import NgramBackend
@@ -130,6 +141,24 @@ async def test_a_lost_drafter_shrinks_the_chain() -> None:
         assert cluster.router.stats.replica_losses["a"] == 1
 
 
+async def test_a_request_cancelled_in_its_first_tick_leaves_no_place_in_the_queue() -> None:
+    async with running(chain_of_three()) as cluster:
+        for i in range(5):
+            request = OpenRequest(f"r{i}", (1, 2), GREEDY, 4, (), 60.0, (), Speculation())
+            cluster.router.on_ingress("test", request)
+            cluster.router.on_ingress("test", CancelRequest(f"r{i}"))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert (cluster.router.num_open, cluster.router.num_queued) == (0, 0)
+
+
+async def test_a_request_that_never_fits_is_refused_at_once() -> None:
+    async with running(chain_of_three()) as cluster:
+        with pytest.raises(RequestFailed, match="fit on no replica of t") as caught:
+            await cluster.generate(PROMPTS[0], GREEDY, 100_000)
+        assert caught.value.code == 400
+
+
 async def test_every_holder_ends_at_the_committed_length_and_frees_it() -> None:
     slow = {"a": EmulateSpec(5.0, 0.6), "b": EmulateSpec(5.0, 0.8), "t": EmulateSpec(5.0, 1.0)}
     backends = {n: EmulatedBackend(n, rank, spec, 256) for rank, (n, spec) in enumerate(slow.items(), 1)}
@@ -170,7 +199,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def real(folder: Path) -> dict[str, Backend]:
     def load(layers: int) -> TransformersBackend:
-        return TransformersBackend(folder, dtype=torch.float64, device="cpu", num_blocks=64, layers=layers)
+        return TransformersBackend(folder, dtype=torch.float64, device="cpu", num_blocks=lambda: 64, layers=layers)
 
     target = load(4)
     return {"n": NgramBackend(target.vocabulary, target.end_ids, 256), "a": load(3), "t": target}

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.frames import VERSION, Frame, FrameError, Heartbeat, Hello, Limits, Payload, decode_frame, encode_frames
-from kvstate.protocol import Check, Drafted, Key, Open, Sampling, Timing
+from kvstate.protocol import Check, Draft, Drafted, Key, Open, Sampling, Timing
 
 LIMITS = Limits(frame_bytes=4096, frame_messages=8)
 MESSAGES: list[Payload] = [
@@ -85,3 +85,8 @@ def _outcome(data: bytes) -> str:
     except FrameError as error:
         return error.reason
     return "frame"
+
+
+def test_what_msgpack_cannot_say_is_a_frame_error() -> None:
+    with pytest.raises(FrameError, match="unencodable"):
+        encode_frames(0, [Draft(1, Key(1, 1), 1, 0, (2**70,), 1)], Limits())

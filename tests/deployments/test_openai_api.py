@@ -53,3 +53,16 @@ def test_a_part_that_is_no_text_is_refused_by_its_place() -> None:
     with pytest.raises(ApiError) as caught:
         chat([{"type": "image_url", "image_url": {"url": "http://x"}}])
     assert (caught.value.status, caught.value.param) == (400, "messages.0.content.0.type")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"top_k": 10**30}, "top_k"),
+        ({"speculation": {"mode": "fixed", "chain": ["m1b", "m70b"], "windows": [10**30]}}, "speculation.windows.0"),
+    ],
+)
+def test_numbers_that_no_frame_can_carry_are_refused(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        completion(**fields)
+    assert (caught.value.status, caught.value.param) == (400, param)

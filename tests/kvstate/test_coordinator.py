@@ -121,9 +121,9 @@ def test_replicas_that_stay_away_are_forgotten(desk: Desk) -> None:
 
 
 def test_disagreeing_vocabularies_and_unknown_models_are_refused(desk: Desk) -> None:
-    with pytest.raises(VocabularyMismatch, match="'drafter' has other, 'target' has bytes"):
-        desk.core.replica_lost("d", desk.now)
+    with pytest.raises(VocabularyMismatch, match="'drafter' has other, 'drafter' has bytes"):
         desk.register("d2", "drafter", vocabulary="other")
+    desk.core.replica_lost("d", desk.now)
     with pytest.raises(UnknownModel, match="'targte'; there are drafter, target"):
         desk.register("x", "targte")
     assert members(desk.tick(1.0, alive=["t"])) == {"d": False, "t": True}
@@ -150,7 +150,9 @@ def test_a_level_without_room_or_context_is_left_out() -> None:
 def test_what_can_never_fit_is_refused_at_once(desk: Desk) -> None:
     desk.register("long", "target", num_blocks=5, context_len=2000)
     (answer,) = desk.admit(1, max_len=81)
-    assert answer.refusal == "81 tokens fit on no replica of target"
+    assert answer.refusal is not None
+    assert answer.refusal.startswith("81 tokens of prompt and output fit on no replica of target: shorten")
+    assert answer.code == 400
     assert desk.core.num_waiting == 0
 
 
@@ -162,7 +164,7 @@ def test_waiting_is_first_come_first_served_and_bounded() -> None:
     assert desk.admit(3, max_len=4) == []  # would fit, but is not first
     assert desk.admit(2, max_len=40) == []  # asked again: keeps its place
     (answer,) = desk.admit(4)
-    assert answer.refusal == "2 requests are waiting for room already"
+    assert (answer.refusal, answer.code) == ("2 requests are waiting for room already", 429)
     assert to(desk.router(Finish(1)), "t") == [Close(1)]
     assert desk.core.num_waiting == 2
     out = desk.replica("t", Closed(1))
@@ -176,7 +178,7 @@ def test_without_a_target_requests_wait_for_one() -> None:
     assert desk.admit(2, max_len=500) == []
     answers = admitted(desk.register("t", "target", num_blocks=20))
     assert answers[0] == Admitted(1, {"target": "t"})
-    assert answers[1].refusal == "500 tokens fit on no replica of target"
+    assert answers[1].code == 400
 
 
 def test_finishing_a_waiting_request_withdraws_it() -> None:
@@ -365,16 +367,25 @@ def test_a_resumed_holder_that_never_comes_is_given_up() -> None:
 
 def test_a_lost_router_keeps_its_sequences_for_the_lease(desk: Desk) -> None:
     desk.admit(1)
-    desk.admit(2)
-    desk.router(Committed(2, 1, 0, (1, 2, 3, 10)))
+    desk.router(Committed(1, 1, 0, (1, 2, 3, 10)))
     desk.core.router_lost("router", desk.now)
     desk.tick(5.0, alive=["d", "t"])
-    desk.core.router_connected("router-2", desk.now)
-    desk.router(Resume(2, 1, (1, 2, 3, 10), 16, {"drafter": "d", "target": "t"}), "router-2")
-    out = desk.tick(5.0, alive=["d", "t"])
+    desk.core.router_connected("router", desk.now)
+    desk.router(Resume(1, 1, (1, 2, 3, 10), 16, {"drafter": "d", "target": "t"}))
+    desk.tick(20.0, alive=["d", "t"])
+    assert 1 in desk.core.ledger.running
+    desk.core.router_lost("router", desk.now)
+    out = desk.tick(10.0, alive=["d", "t"])
     assert Close(1) in to(out, "d")
     assert Close(1) in to(out, "t")
-    assert 2 in desk.core.ledger.running
+
+
+def test_the_next_router_ends_the_sequences_of_the_last(desk: Desk) -> None:
+    desk.admit(1)
+    desk.core.router_lost("router", desk.now)
+    out = desk.core.router_connected("router-2", desk.now)
+    assert Close(1) in to(out, "d")
+    assert Close(1) in to(out, "t")
     (answer,) = admitted(desk.router(Resume(1, 1, (1, 2, 3), 16, {}), "router-2"))
     assert answer.refusal == "sequence 1 is closed"
 

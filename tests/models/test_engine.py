@@ -13,6 +13,7 @@ from kvstate.protocol import (
     Commit,
     Draft,
     Drafted,
+    Finish,
     Key,
     Message,
     Need,
@@ -24,7 +25,7 @@ from kvstate.protocol import (
     Verdict,
 )
 from models.emulated import EmulatedBackend, EmulateSpec, reference
-from models.engine import Engine
+from models.engine import Engine, UnknownMessage
 from models.hashing import ROOT, mix
 
 PROMPT = tuple(b"The engine takes whatever is ready.")
@@ -485,3 +486,20 @@ def test_commit_that_overtakes_a_draft_keeps_its_tokens() -> None:
     text = [*PROMPT, *b"zy"]
     assert replica.send(Commit(1, 1, len(PROMPT), tuple(b"zy"))) == [Acked(1, len(text), len(PROMPT))]
     assert list(replica.ask(Drafted, draft(1, 2, text, len(text), 3)).tokens) == target_text(text, 3)
+
+
+def test_a_message_that_no_honest_peer_sends_costs_one_sequence() -> None:
+    """A count beyond the tokens, another token at a permanent position: dropped; the others are served on."""
+    replica = Replica()
+    replica.send(opening(1), opening(2), opening(3))
+    wrong = Commit(2, 1, 0, tuple(reversed(PROMPT)))
+    replies = replica.send(check(1, 1, PROMPT, len(PROMPT)), Check(3, Key(1, 1), len(PROMPT), 0, PROMPT, 99), wrong)
+    assert [reply.seq for reply in replies if isinstance(reply, Verdict)] == [1]
+    assert [held.seq for held in replica.engine.held()] == [1]
+    assert set(replica.engine.report().dropped) == {2, 3}
+
+
+def test_a_message_of_another_kind_is_the_senders_fault() -> None:
+    replica = Replica()
+    with pytest.raises(UnknownMessage, match="Finish"):
+        replica.engine.submit("peer", [Finish(1)])

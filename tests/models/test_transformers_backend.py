@@ -47,7 +47,7 @@ def save(folder: Path, config: transformers.PreTrainedConfig) -> Path:
 
 
 def load(folder: Path, layers: int | None = None, dtype: torch.dtype = torch.float64) -> TransformersBackend:
-    return TransformersBackend(folder, dtype=dtype, device="cpu", num_blocks=32, block_tokens=8, layers=layers)
+    return TransformersBackend(folder, dtype=dtype, device="cpu", num_blocks=lambda: 32, block_tokens=8, layers=layers)
 
 
 def reference(folder: Path, layers: int | None = None) -> transformers.PreTrainedModel:
@@ -174,6 +174,15 @@ def test_refuses_what_it_cannot_serve_exactly(
         load(tmp_path)
 
 
+def test_an_id_beyond_the_vocabulary_is_no_sample_and_no_crash(folder: Path) -> None:
+    """A drafter may have a larger vocabulary: its id is rejected, the tokens before it are judged as ever."""
+    prompt = [1, 7, 33]
+    expected = continuation(reference(folder), prompt, 1, Sampling())
+    [samples] = load(folder).forward([rows([*prompt, *expected, 5000], 0, 2, 0, Sampling())])
+    assert samples[0] == expected[0]
+    assert all(token is not None and token < 128 for token in samples)
+
+
 def test_refuses_weights_that_lack_a_tensor(tmp_path: Path) -> None:
     path = save(tmp_path, FAMILIES["llama"]()) / "model.safetensors"
     tensors = load_file(path)
@@ -198,6 +207,8 @@ def test_plan_blocks_prefers_bytes_to_a_fraction() -> None:
         "free_bytes": 10 * 12288,
         "memory_fraction": 0.5,
     }
-    assert plan_blocks(config, kv_bytes=7 * 12288 + 1, **sizes) == 7  # 2 × 3 layers × 2 heads × 16 × 4 bytes × 16
-    assert plan_blocks(config, kv_bytes=None, **sizes) == 5
-    assert plan_blocks(config, kv_bytes=None, **{**sizes, "free_bytes": 2**40}) == 64 * 16
+    assert plan_blocks("m", config, kv_bytes=7 * 12288 + 1, **sizes) == 7  # 2 × 3 layers × 2 heads × 16 × 4 bytes × 16
+    assert plan_blocks("m", config, kv_bytes=None, **sizes) == 5
+    assert plan_blocks("m", config, kv_bytes=None, **{**sizes, "free_bytes": 2**40}) == 64 * 16
+    with pytest.raises(UnsupportedModel, match=r"m: kv\.bytes 100 hold no block of 16 tokens, which takes 12288 bytes"):
+        plan_blocks("m", config, kv_bytes=100, **sizes)

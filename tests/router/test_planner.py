@@ -3,15 +3,20 @@
 import random
 import statistics
 import time
+from collections.abc import Sequence
 from itertools import combinations
 
 import pytest
 
 from benchmarks.oracle import Level, best_by_length, ms_per_token
-from router.planner import Plan, candidates, keep_or_change, plan, plan_windows, predict
+from router.planner import Plan, Planner, keep_or_change, predict
 from router.table import ModelCost, PairEstimate, TableSnapshot
 
 NAMES = ("a", "b", "c", "d", "e", "f")
+
+
+def fastest(snapshot: TableSnapshot, models: Sequence[str], max_window: int) -> Plan:
+    return Planner(snapshot, max_window).candidates(models)[0]
 
 
 def snapshot_of(levels: list[Level]) -> TableSnapshot:
@@ -78,7 +83,7 @@ def test_prediction_of_best_windows_agrees_with_the_oracle_on_random_tables() ->
     errors = []
     for i in range(30):
         levels = random_levels(rng, 2 + i % 3)
-        best = plan_windows(snapshot_of(levels), NAMES[: len(levels)], max_window=8)
+        best = Planner(snapshot_of(levels), 8).best(NAMES[: len(levels)])
         oracle = ms_per_token(levels, best.windows, num_tokens=8_000, seed=i)
         errors.append(abs(best.predicted_ms_per_token / oracle - 1))
     print(f"prediction error: median {statistics.median(errors):.2%}, max {max(errors):.2%}")
@@ -90,7 +95,7 @@ def test_prediction_of_best_windows_agrees_with_the_oracle_on_random_tables() ->
 def test_the_plan_is_as_fast_as_the_best_that_the_oracle_finds() -> None:
     rng = random.Random(5)
     for levels in (random_levels(rng, 3), random_levels(rng, 3), random_levels(rng, 2)):
-        chosen = plan(snapshot_of(levels), NAMES[: len(levels)], max_window=8)
+        chosen = fastest(snapshot_of(levels), NAMES[: len(levels)], max_window=8)
         members = [levels[NAMES.index(name)] for name in chosen.chain]
         chosen_ms = ms_per_token(members, chosen.windows, num_tokens=20_000, seed=1)
         best = best_by_length(levels, max_window=8, num_tokens=1_500)
@@ -99,22 +104,22 @@ def test_the_plan_is_as_fast_as_the_best_that_the_oracle_finds() -> None:
 
 def test_the_target_alone_when_nobody_agrees() -> None:
     levels = [Level(2.0, 0.02), Level(8.0, 0.02), Level(45.0, 1.0)]
-    assert plan(snapshot_of(levels), NAMES[:3], max_window=16) == Plan(("c",), (), 45.0)
+    assert fastest(snapshot_of(levels), NAMES[:3], max_window=16) == Plan(("c",), (), 45.0)
 
 
 def test_a_level_that_does_not_pay_is_left_out() -> None:
     levels = [Level(1.0, 0.8), Level(30.0, 0.81), Level(40.0, 1.0)]
-    assert plan(snapshot_of(levels), NAMES[:3], max_window=16).chain == ("a", "c")
+    assert fastest(snapshot_of(levels), NAMES[:3], max_window=16).chain == ("a", "c")
 
 
 def test_a_model_without_room_is_not_planned() -> None:
     levels = [Level(1.0, 0.8), Level(5.0, 0.9), Level(40.0, 1.0)]
-    assert "a" not in plan(snapshot_of(levels), ("b", "c"), max_window=16).chain
+    assert "a" not in fastest(snapshot_of(levels), ("b", "c"), max_window=16).chain
 
 
 def test_candidates_name_every_chain_once_and_agree_with_predict() -> None:
     snapshot = snapshot_of([Level(2.0, 0.55), Level(8.0, 0.72), Level(15.0, 0.85), Level(45.0, 1.0)])
-    found = candidates(snapshot, NAMES[:4], max_window=16)
+    found = Planner(snapshot, 16).candidates(NAMES[:4])
     assert len({p.chain for p in found}) == len(found) == 8
     for p in found:
         assert predict(snapshot, p.chain, p.windows) == pytest.approx(p.predicted_ms_per_token, rel=1e-4)
@@ -122,20 +127,20 @@ def test_candidates_name_every_chain_once_and_agree_with_predict() -> None:
 
 def test_windows_search_reaches_the_exhaustive_optimum() -> None:
     snapshot = snapshot_of([Level(2.0, 0.55), Level(8.0, 0.72), Level(45.0, 1.0)])
-    best = plan_windows(snapshot, NAMES[:3], max_window=8)
+    best = Planner(snapshot, 8).best(NAMES[:3])
     every = min(predict(snapshot, NAMES[:3], (v, w)) for v in range(1, 9) for w in range(1, 9))
     assert best.predicted_ms_per_token <= 1.005 * every
 
 
 def test_no_window_longer_than_what_remains() -> None:
     snapshot = snapshot_of([Level(0.1, 0.99), Level(40.0, 1.0)])
-    assert plan(snapshot, NAMES[:2], max_window=16).windows[0] > 8
-    assert plan(snapshot, NAMES[:2], max_window=16, remaining=3).windows == (3,)
+    assert fastest(snapshot, NAMES[:2], max_window=16).windows[0] > 8
+    assert fastest(snapshot, NAMES[:2], max_window=3).windows == (3,)
 
 
 def test_a_small_gain_does_not_change_the_plan() -> None:
     snapshot = snapshot_of([Level(2.0, 0.8), Level(40.0, 1.0)])
-    best = plan(snapshot, NAMES[:2], max_window=16)
+    best = fastest(snapshot, NAMES[:2], max_window=16)
     close = Plan(best.chain, (best.windows[0] + 1,), 0.0)
     far = Plan(("b",), (), 0.0)
     kept = keep_or_change(snapshot, close, best)
@@ -153,7 +158,7 @@ def test_planning_time_is_printed() -> None:
         for _ in range(12):
             snapshot = snapshot_of(random_levels(rng, num_levels))
             started = time.perf_counter()
-            found = plan(snapshot, NAMES[:num_levels], max_window=16)
+            found = fastest(snapshot, NAMES[:num_levels], max_window=16)
             took_ms.append((time.perf_counter() - started) * 1e3)
             assert found.chain[-1] == NAMES[num_levels - 1]
         print(f"{num_levels} levels: planning {statistics.median(took_ms):.1f} ms, at most {max(took_ms):.1f} ms")

@@ -22,6 +22,12 @@ def test_nobody_there_means_start_one() -> None:
     assert running_app(Endpoint("http://127.0.0.1:9"), "abc") is None
 
 
+def test_a_serve_without_apps_means_start_one(app: FakeApp) -> None:
+    app.routes["/health"] = lambda body: Answer("Path '/health' not found.", status=404)
+    app.routes["/-/routes"] = lambda body: Answer({})
+    assert running_app(app.endpoint, "abc") is None
+
+
 def test_another_server_is_refused(app: FakeApp) -> None:
     app.routes["/health"] = lambda body: Answer("fine")
     with pytest.raises(Refused, match="not SpecRelay"):
