@@ -38,12 +38,30 @@ class Key(NamedTuple):
 
 
 class Sampling(Value, frozen=True):
-    """How every level samples. `temperature` below 1e-5 is greedy; `top_k` 0 and `top_p` 1.0 filter nothing."""
+    """How every level samples. `temperature` below 1e-5 is greedy; all other defaults change nothing.
+
+    logit_bias          (token id, what is added to its logit)
+    repetition_penalty  divides positive logits of tokens of prompt and output, multiplies negative ones
+    presence_penalty    taken from the logits of tokens that the output has, frequency_penalty once per occurrence
+    banned_ids          never sampled; `end_ids` not before the output has `min_tokens` tokens
+    """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    min_p: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    banned_ids: tuple[int, ...] = ()
+    end_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+
+    def forbids(self, token: int, output_index: int) -> bool:
+        """Whether `token` may not be the output token of this index."""
+        return token in self.banned_ids or (output_index < self.min_tokens and token in self.end_ids)
 
 
 class Speculation(Value, frozen=True):

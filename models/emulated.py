@@ -180,13 +180,16 @@ class EmulatedBackend:
             prefix_hash = mix(prefix_hash, tokens[position])
             kv[slice_.block_ids[position // block_tokens] * block_tokens + position % block_tokens] = prefix_hash
             if position >= slice_.sample_from:
-                samples.append(self._sample(prefix_hash, position + 1 - slice_.prompt_len, agreement))
+                index = position + 1 - slice_.prompt_len
+                may_end = not slice_.sampling.forbids(EOS, index)
+                samples.append(self._sample(prefix_hash, index if may_end else None, agreement))
         return samples
 
     def _address(self, block_ids: Sequence[int], position: int) -> int:
         return block_ids[position // self.block_tokens] * self.block_tokens + position % self.block_tokens
 
-    def _sample(self, prefix_hash: int, output_index: int, agreement: float) -> int:
-        if output_index == self._spec.eos_after:
+    def _sample(self, prefix_hash: int, output_index: int | None, agreement: float) -> int:
+        """`output_index` is None where the text may not end."""
+        if output_index is not None and output_index == self._spec.eos_after:
             return EOS
         return guess(prefix_hash, agreement, self._voice).token

@@ -1,16 +1,20 @@
 """One sample per position: the argmax of processed logits plus the position's noise.
 
-Order of processing: temperature, top_k, top_p; each step narrows the set of allowed token ids. The distribution after
-them is the softmax over the allowed ids, and argmax(score + Gumbel noise) draws from exactly that, without normalising.
+Order of processing: bias, penalties and masks (models/processing.py), temperature, min_p, top_k, top_p; each of these
+narrows the set of allowed token ids. The distribution after them is the softmax over the allowed ids, and
+argmax(score + Gumbel noise) draws from exactly that, without normalising.
 Letters: R rows, V vocabulary, A allowed ids of one row.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
+from msgspec.structs import replace
 
 from kvstate.protocol import Sampling
 from models import noise
+from models.processing import NEUTRAL, Row, process
 
 GREEDY_BELOW = 1e-5
 _HEAD = 1024
@@ -21,32 +25,38 @@ def is_greedy(sampling: Sampling) -> bool:
     return sampling.temperature < GREEDY_BELOW
 
 
-def sample(logits: torch.Tensor, positions: Sequence[int], samplings: Sequence[Sampling]) -> list[int]:
-    """One token id per row.
-
-    logits     [R, V]; float64 is scored in float64, everything else in float32
-    positions  [R] index, in prompt + output, of the token being sampled: the row's own position + 1
-    samplings  [R]
+def sample(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
+    """One token id per row of `logits` [R, V]; float64 is scored in float64, everything else in float32.
 
     Ties go to the lowest id. One transfer from the device in all.
     """
     assert logits.dim() == 2
-    assert len(positions) == len(samplings) == logits.shape[0]
-    if not positions:
+    assert len(rows) == logits.shape[0]
+    if not rows:
         return []
     logits = logits if logits.dtype == torch.float64 else logits.float()
     greedy = torch.argmax(logits, dim=-1)  # torch documents that the first of equal maxima is returned
-    if all(is_greedy(sampling) for sampling in samplings):
+    if all(_is_plain(row.sampling) for row in rows):
         return [int(token) for token in greedy.tolist()]
     chosen = [
-        greedy[row] if is_greedy(sampling) else _draw(logits[row], positions[row], sampling)
-        for row, sampling in enumerate(samplings)
+        greedy[index] if _is_plain(row.sampling) else _choose(process(logits[index], row), row)
+        for index, row in enumerate(rows)
     ]
     return [int(token) for token in torch.stack(chosen).tolist()]
 
 
+def _is_plain(sampling: Sampling) -> bool:
+    """Greedy, on logits as they are."""
+    return is_greedy(sampling) and replace(sampling, temperature=0.0, top_k=0, top_p=1.0, seed=0, min_p=0.0) == NEUTRAL
+
+
+def _choose(logits: torch.Tensor, row: Row) -> torch.Tensor:
+    """The sample of one row [V] of processed logits, as a tensor without dimensions."""
+    return torch.argmax(logits) if is_greedy(row.sampling) else _draw(logits, row.position, row.sampling)
+
+
 def _draw(logits: torch.Tensor, position: int, sampling: Sampling) -> torch.Tensor:
-    """The sample of one row [V] at a temperature, as a tensor without dimensions."""
+    """The sample of one row [V] at a temperature."""
     # A tensor divisor, because CUDA replaces division by a plain number with multiplication by its rounded inverse.
     scores = logits / torch.tensor(sampling.temperature, dtype=logits.dtype, device=logits.device)
     ids = _allowed(scores, sampling)
@@ -68,8 +78,11 @@ def _least_winning(scores: torch.Tensor, position: int, sampling: Sampling) -> t
 def _allowed(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor | None:
     """Ids [A] that may win, ascending; None if all may."""
     ids: torch.Tensor | None = None
-    if 0 < sampling.top_k < scores.shape[0]:
-        ids = _top_k(scores, sampling.top_k)
+    if sampling.min_p > 0.0:
+        ids = torch.nonzero(scores >= torch.max(scores) + math.log(sampling.min_p)).squeeze(-1)
+    if 0 < sampling.top_k < (scores.shape[0] if ids is None else ids.shape[0]):
+        kept = _top_k(scores if ids is None else scores[ids], sampling.top_k)
+        ids = kept if ids is None else ids[kept]
     if sampling.top_p < 1.0:
         kept = _top_p(scores if ids is None else scores[ids], sampling.top_p)
         ids = kept if ids is None else ids[kept]

@@ -15,6 +15,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 from kvstate.protocol import Sampling
 from models.backend import Slice
 from models.kv_cache import KVCache, Pack, pack_rows, paged_attention
+from models.processing import Row
 from models.sampling import sample
 from models.tokenizer import read_end_ids, read_fingerprint
 
@@ -97,9 +98,12 @@ class TransformersBackend:
             for position in range(s.sample_from, s.end)
         ]
         logits = self._logits(ids, positions, wanted, pack)
-        sampled_at = [position + 1 for s in slices for position in range(s.sample_from, s.end)]
-        samplings = [s.sampling for s in slices for _ in range(s.sample_from, s.end)]
-        samples = iter(sample(logits, sampled_at, samplings) if wanted else [])
+        rows = [
+            Row(position + 1, s.sampling, s.tokens, s.prompt_len)
+            for s in slices
+            for position in range(s.sample_from, s.end)
+        ]
+        samples = iter(sample(logits, rows))
         return [[next(samples) for _ in range(s.sample_from, s.end)] for s in slices]
 
     def _logits(self, ids: list[int], positions: list[int], wanted: list[int], pack: Pack) -> torch.Tensor:

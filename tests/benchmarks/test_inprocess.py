@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.inprocess import InProcessCluster, RequestFailed, running
@@ -220,7 +221,26 @@ def independent(folder: Path, prompt: list[int], max_tokens: int) -> list[int]:
 REAL_CHAINS = [("n", "t"), ("a", "t"), ("n", "a", "t")]
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.8, seed=7), Sampling(1.0, 20, 0.9, 11)])
+PENALTIES = Sampling(
+    repetition_penalty=1.2,
+    presence_penalty=0.4,
+    frequency_penalty=0.2,
+    logit_bias=((5, 1.5),),
+    end_ids=(1,),
+    min_tokens=9,
+)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        GREEDY,
+        Sampling(0.8, seed=7),
+        Sampling(1.0, 20, 0.9, 11),
+        PENALTIES,
+        replace(PENALTIES, temperature=0.9, min_p=0.02),
+    ],
+)
 async def test_real_weights_give_the_targets_text_over_every_chain(tiny: Path, sampling: Sampling) -> None:
     prompts = [[3, 4, 5, 3, 4, 5, 3, 4], [9, 9, 9, 9], [2, 7, 8, 2, 7, 8, 2, 7, 8, 5, 6]]
     async with running(real(tiny)) as cluster:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kvstate.protocol import Sampling
+from models.processing import Row
 from models.sampling import sample
 
 LOGITS = torch.tensor([1.0, -0.5, 2.0, 0.3, -1.2, 0.0, 1.5, -2.0])
@@ -16,7 +17,7 @@ CHI_SQUARE_999 = {2: 13.816, 3: 16.266, 7: 24.322}
 
 def draws(logits: torch.Tensor, sampling: Sampling, count: int) -> np.ndarray:
     """How often each token was drawn at positions 0 … count − 1."""
-    chosen = sample(logits.expand(count, -1), range(count), [sampling] * count)
+    chosen = sample(logits.expand(count, -1), [Row(i, sampling) for i in range(count)])
     return np.bincount(chosen, minlength=logits.shape[0])
 
 
@@ -35,7 +36,7 @@ def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
 def test_greedy_takes_the_highest_and_of_equal_ones_the_lowest_id() -> None:
     logits = torch.tensor([[0.0, 3.0, 3.0, 1.0], [5.0, 3.0, 5.0, 5.0]])
     for temperature in (0.0, 9e-6):
-        assert sample(logits, [4, 5], [Sampling(temperature)] * 2) == [1, 0]
+        assert sample(logits, [Row(i, Sampling(temperature)) for i in (4, 5)]) == [1, 0]
 
 
 def test_draws_follow_the_softmax() -> None:
@@ -72,13 +73,13 @@ def test_top_p_counts_within_what_top_k_left() -> None:
 def test_rows_are_sampled_each_with_its_own_settings() -> None:
     samplings = [Sampling(), Sampling(1.0, seed=1), Sampling(0.7, top_k=2, seed=2), Sampling(1.3, top_p=0.9, seed=3)]
     rows = torch.stack([LOGITS, LOGITS.flip(0), LOGITS * 2, LOGITS / 2])
-    alone = [sample(rows[i : i + 1], [i + 10], [samplings[i]])[0] for i in range(4)]
-    assert sample(rows, range(10, 14), samplings) == alone
+    alone = [sample(rows[i : i + 1], [Row(i + 10, samplings[i])])[0] for i in range(4)]
+    assert sample(rows, [Row(i + 10, samplings[i]) for i in range(4)]) == alone
 
 
 def test_same_seed_and_position_give_the_same_token_and_others_do_not() -> None:
     first, again, other = (
-        sample(LOGITS.expand(64, -1), range(64), [Sampling(1.0, seed=seed)] * 64) for seed in (1, 1, 2)
+        sample(LOGITS.expand(64, -1), [Row(i, Sampling(1.0, seed=seed)) for i in range(64)]) for seed in (1, 1, 2)
     )
     assert first == again
     assert first != other

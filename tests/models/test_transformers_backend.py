@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from kvstate.protocol import Sampling
 from models.backend import Slice
+from models.processing import Row
 from models.sampling import sample
 from models.transformers_backend import TransformersBackend, UnsupportedModel, plan_blocks
 
@@ -65,7 +66,7 @@ def continuation(model: transformers.PreTrainedModel, prompt: list[int], count: 
     tokens = list(prompt)
     for _ in range(count):
         logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1:]
-        tokens += sample(logits, [len(tokens)], [sampling])
+        tokens += sample(logits, [Row(len(tokens), sampling, tokens, len(prompt))])
     return tokens[len(prompt) :]
 
 
