@@ -47,16 +47,37 @@ class Translator:
             asked = "" if wanted is None else f" and max_tokens asks for {wanted}"
             fault = "max_tokens" if wanted is not None and rest >= 1 else param
             raise ApiError(400, f"the prompt has {len(prompt)} tokens{asked}: the context is {self.context_len}", fault)
-        sampling = Sampling(
-            1.0 if body.temperature is None else body.temperature,
-            body.top_k or 0,
-            1.0 if body.top_p is None else body.top_p,
-            secrets.randbits(63) if body.seed is None else body.seed % 2**64,
-        )
+        if body.min_tokens > (wanted or rest):
+            raise ApiError(
+                400, f"min_tokens {body.min_tokens} is more than the {wanted or rest} tokens asked for", "min_tokens"
+            )
+        self._check_ids(body)
         wish = body.speculation
         speculation = Speculation(wish.mode, tuple(wish.chain), tuple(wish.windows))
-        stops = tuple(sorted(self.tokenizer.stop_ids))
-        return OpenRequest("", tuple(prompt), sampling, wanted or rest, stops, http.deadline_s, (), speculation)
+        stops = frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else self.tokenizer.stop_ids)
+        sampling, stop_ids = self._sampling(body, stops), tuple(sorted(stops))
+        return OpenRequest("", tuple(prompt), sampling, wanted or rest, stop_ids, http.deadline_s, (), speculation)
+
+    def _sampling(self, body: Generation, stops: frozenset[int]) -> Sampling:
+        return Sampling(
+            temperature=1.0 if body.temperature is None else body.temperature,
+            top_k=body.top_k or 0,
+            top_p=1.0 if body.top_p is None else body.top_p,
+            seed=secrets.randbits(63) if body.seed is None else body.seed % 2**64,
+            min_p=body.min_p,
+            logit_bias=tuple(sorted((int(token), value) for token, value in body.logit_bias.items())),
+            repetition_penalty=body.repetition_penalty,
+            presence_penalty=body.presence_penalty,
+            frequency_penalty=body.frequency_penalty,
+            banned_ids=tuple(sorted(self.tokenizer.stop_ids)) if body.ignore_eos else (),
+            end_ids=tuple(sorted(stops)) if body.min_tokens else (),
+            min_tokens=body.min_tokens,
+        )
+
+    def _check_ids(self, body: Generation) -> None:
+        for param, ids in (("logit_bias", map(int, body.logit_bias)), ("stop_token_ids", body.stop_token_ids)):
+            if max(ids, default=0) >= self.vocabulary_len:
+                raise ApiError(400, f"{param}: token ids end at {self.vocabulary_len - 1}", param)
 
     def _prompt(self, body: Generation) -> tuple[list[int], str]:
         try:
@@ -69,28 +90,36 @@ class Translator:
 
 
 class TextCutter:
-    """Committed tokens to text that may be shown: up to the first stop string, wherever it begins and ends."""
+    """Committed tokens to text that may be shown: up to the first stop string, wherever it begins and ends.
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
+    Text of the first `min_tokens` tokens is no part of a stop string.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], min_tokens: int = 0) -> None:
         self._detokenizer = IncrementalDetokenizer(tokenizer)
         self._stops = stops
+        self._min_tokens = min_tokens
         self._pending = ""
         self.num_tokens = 0
         self.is_cut = False
 
     def push(self, tokens: Sequence[int], is_last: bool) -> str:
         """The text these tokens let be shown; after a stop string `is_cut`, and `num_tokens` ends with its token."""
+        shown = ""
         for token in tokens:
             self.num_tokens += 1
             self._pending += self._detokenizer.push([token])
+            if self.num_tokens <= self._min_tokens:
+                shown, self._pending = shown + self._pending, ""
+                continue
             found = min((at for stop in self._stops if (at := self._pending.find(stop)) >= 0), default=None)
             if found is not None:
                 self.is_cut = True
-                return self._pending[:found]
+                return shown + self._pending[:found]
         if is_last:
             self._pending += self._detokenizer.flush()
         safe = len(self._pending) - (0 if is_last else self._held_back())
-        shown, self._pending = self._pending[:safe], self._pending[safe:]
+        shown, self._pending = shown + self._pending[:safe], self._pending[safe:]
         return shown
 
     def _held_back(self) -> int:
@@ -100,11 +129,8 @@ class TextCutter:
         return next((n for n in sizes if any(stop.startswith(self._pending[-n:]) for stop in self._stops)), 0)
 
 
-async def pieces(
-    link: RouterLink, message: OpenRequest, tokenizer: Tokenizer, stops: Sequence[str]
-) -> AsyncGenerator[Piece, None]:
+async def pieces(link: RouterLink, message: OpenRequest, cutter: TextCutter) -> AsyncGenerator[Piece, None]:
     """Text as it is committed. After a stop string the router is told to end, and its counts come with the end."""
-    cutter = TextCutter(tokenizer, stops)
     async with aclosing(link.generate(message)) as parts:
         async for part in parts:
             ended, was_cut = part.finish_reason is not None, cutter.is_cut

@@ -18,7 +18,7 @@ from cluster.config import config_hash, parse_config
 from cluster.dialer import Dialer
 from deployments.answers import Shape, events, whole_answer
 from deployments.backends import build_tokenizer, context_len, vocabulary_len
-from deployments.completions import Translator, pieces
+from deployments.completions import TextCutter, Translator, pieces
 from deployments.openai_api import ApiError, ChatBody, CompletionBody, parse_body
 from deployments.router_link import RouterLink
 from deployments.streams import endpoint
@@ -115,7 +115,8 @@ class Ingress:
         body = parse_body(await self._read(request), kind, self._config)
         message = self._translator.open_request(body)
         shape = Shape.new(self._config.served_model_id, kind is ChatBody)
-        parts = pieces(self._link, message, self._translator.tokenizer, body.stops)
+        cutter = TextCutter(self._translator.tokenizer, body.stops, body.min_tokens)
+        parts = pieces(self._link, message, cutter)
         if not body.stream:
             return JSONResponse(await whole_answer(parts, shape, body, message))
         first = await anext(parts)  # errors before the first token are plain HTTP errors

@@ -16,26 +16,18 @@ NOT_SERVED = frozenset(
         "audio",
         "best_of",
         "echo",
-        "frequency_penalty",
         "function_call",
         "functions",
         "grammar",
         "guided_json",
-        "ignore_eos",
-        "logit_bias",
         "logprobs",
         "metadata",
-        "min_p",
-        "min_tokens",
         "modalities",
         "parallel_tool_calls",
         "prediction",
-        "presence_penalty",
         "reasoning_effort",
-        "repetition_penalty",
         "response_format",
         "service_tier",
-        "stop_token_ids",
         "store",
         "suffix",
         "tool_choice",
@@ -48,15 +40,7 @@ NOT_SERVED = frozenset(
 NEUTRAL: dict[str, object] = {
     "best_of": 1,
     "echo": False,
-    "frequency_penalty": 0,
-    "ignore_eos": False,
-    "logit_bias": {},
     "logprobs": False,
-    "min_p": 0,
-    "min_tokens": 0,
-    "presence_penalty": 0,
-    "repetition_penalty": 1,
-    "stop_token_ids": [],
     "response_format": {"type": "text"},
     "tools": [],
 }
@@ -64,6 +48,8 @@ NEUTRAL: dict[str, object] = {
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 MOST_WINDOW = 1024
+MOST_STOPS = 64
+MOST_ID = 2**31 - 1
 
 B = TypeVar("B", bound="Generation")
 
@@ -78,6 +64,10 @@ class ApiError(Exception):
     def body(self) -> dict[str, object]:
         kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
+
+
+TokenText = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+"""A token id as JSON's keys write it."""
 
 
 class Body(BaseModel):
@@ -120,8 +110,16 @@ class Generation(Body):
     top_k: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     seed: int | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
+    min_p: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    logit_bias: Annotated[dict[TokenText, Annotated[float, Field(ge=-100.0, le=100.0)]], Field(max_length=1024)] = {}
+    repetition_penalty: Annotated[float, Field(gt=0.0, le=10.0)] = 1.0
+    presence_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = 0.0
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+    ignore_eos: bool = False
     n: Literal[1] = 1
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, le=MOST_ID)]], Field(max_length=MOST_STOPS)] = []
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
