@@ -3,20 +3,30 @@
 Letters: R packed rows, T rows of one sequence, L positions of one sequence with KV, H query heads, G key/value heads,
 D head size. A *slot* is one position's place: block_id · block_tokens + offset. Who may use which block is decided
 elsewhere (kvstate/allocator.py); rolling back is only a shorter L, the stale slots are overwritten later.
+
+On a CPU keys and values are float32 where the model has fewer bits, and attention runs in shapes for which torch's
+kernel gives a row the same bits whatever rows are computed with it: 4 to 32 query rows, lengths in whole multiples of
+512 under a mask. What is read beyond a sequence's end is finite and masked, so it adds exactly nothing.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from models.backend import Slice
+
+LEAST_QUERIES, MOST_QUERIES = 4, 32
+LENGTH_STEP = 512
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceRows:
-    """Where one sequence's rows stand: packed rows `first` … `first + count` − 1, at positions `start` … `end` − 1."""
+    """Where one sequence's rows stand: packed rows `first` … `first + count` − 1, at positions `start` … `end` − 1.
+
+    `slots` reads as many positions as attention needs, which may be more than `end`.
+    """
 
     first: int
     start: int
@@ -28,45 +38,70 @@ class SequenceRows:
         return self.end - self.start
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Query rows that one attention call takes: `first` … `last` − 1 of the pack, padded by `missing`, over `length`
+    positions. `mask` [T, L] is added to the scores; None where every row sees every position.
+    """
+
+    first: int
+    last: int
+    missing: int
+    length: int
+    mask: torch.Tensor | None
+
+
 @dataclass(slots=True)
 class Pack:
-    """One forward's layout; built once, read by every layer. `masks` are shared by layers with the same window."""
+    """One forward's layout; built once, read by every layer. `parts` are shared by layers with the same window."""
 
     sequences: list[SequenceRows]
-    write_slots: torch.Tensor  # [R], without padding rows
+    write_slots: slice | torch.Tensor  # of the rows that are not padding
+    num_rows: int
     cache: "KVCache"
     calls: dict[int, int] = field(default_factory=dict)
-    masks: dict[tuple[int, int | None], torch.Tensor | None] = field(default_factory=dict)
+    _parts: dict[tuple[int, int | None], list[Part]] = field(default_factory=dict)
 
-    def mask(self, index: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-        """[T, L] bool: which positions a row may see (itself, earlier ones, within the window); None means all."""
+    def parts(self, index: int, window: int | None) -> list[Part]:
         key = (index, window)
-        if key not in self.masks:
-            rows = self.sequences[index]
-            self.masks[key] = _causal_mask(rows.start, rows.end, window, device)
-        return self.masks[key]
+        if key not in self._parts:
+            self._parts[key] = _split(self.sequences[index], window, self.cache)
+        return self._parts[key]
 
 
 class KVCache:
-    """Keys and values of all layers: [num_blocks · block_tokens, G, D] each."""
+    """Keys and values of all layers: [num_slots, G, D] each; a little longer where lengths are padded."""
 
     def __init__(
         self, num_layers: int, num_slots: int, heads: int, head_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        shape = (num_slots, heads, head_size)
-        self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.fixed_shapes = device.type == "cpu" and dtype != torch.float64
+        self.dtype = cache_dtype(dtype, device)
+        self.device = device
+        shape = (num_slots + (LENGTH_STEP if self.fixed_shapes else 0), heads, head_size)
+        # Zeros, not garbage: a masked position must be finite to count for nothing.
+        self.keys = [torch.zeros(shape, dtype=self.dtype, device=device) for _ in range(num_layers)]
+        self.values = [torch.zeros(shape, dtype=self.dtype, device=device) for _ in range(num_layers)]
+
+    def read_len(self, end: int) -> int:
+        """How many positions attention reads for a sequence of `end`."""
+        return -(-end // LENGTH_STEP) * LENGTH_STEP if self.fixed_shapes else end
 
 
-def pack_rows(slices: Sequence[Slice], block_tokens: int, cache: KVCache, device: torch.device) -> Pack:
+def cache_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """What keys and values are kept in."""
+    return torch.float32 if device.type == "cpu" and dtype.itemsize < 4 else dtype
+
+
+def pack_rows(slices: Sequence[Slice], block_tokens: int, cache: KVCache) -> Pack:
     """Lay out the rows of all slices one after another."""
-    sequences, write_slots, first = [], [], 0
+    sequences, write_slots, first = [], list[int](), 0
     for s in slices:
         slots = slots_of(s.block_ids, s.end, block_tokens)
         write_slots.extend(slots[s.start :])
-        sequences.append(SequenceRows(first, s.start, s.end, _as_index(slots, device)))
+        sequences.append(SequenceRows(first, s.start, s.end, _as_index(slots, cache)))
         first += s.end - s.start
-    return Pack(sequences, torch.tensor(write_slots, dtype=torch.long, device=device), cache)
+    return Pack(sequences, _run_or_tensor(write_slots, cache.device), len(write_slots), cache)
 
 
 def slots_of(block_ids: Sequence[int], num_positions: int, block_tokens: int) -> list[int]:
@@ -77,46 +112,74 @@ def slots_of(block_ids: Sequence[int], num_positions: int, block_tokens: int) ->
 
 
 def paged_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,  # [1, H, R, D]
-    key: torch.Tensor,  # [1, G, R, D]
-    value: torch.Tensor,  # [1, G, R, D]
     pack: Pack,
+    layer: int,
+    query: torch.Tensor,  # [R, H, D]
+    key: torch.Tensor,  # [R, G, D]
+    value: torch.Tensor,  # [R, G, D]
     scaling: float,
     window: int | None,
 ) -> torch.Tensor:
-    """Store the rows' keys and values, then attend each sequence's rows to its own positions; [1, R, H, D]."""
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    """Store the rows' keys and values, then attend each sequence's rows to its own positions; [R, H, D]."""
     pack.calls[layer] = pack.calls.get(layer, 0) + 1
-    keys, values, written = pack.cache.keys[layer], pack.cache.values[layer], pack.write_slots.numel()
-    keys.index_copy_(0, pack.write_slots, key[0, :, :written].transpose(0, 1))
-    values.index_copy_(0, pack.write_slots, value[0, :, :written].transpose(0, 1))
-    out = query.new_zeros(1, query.shape[2], query.shape[1], query.shape[3])
+    cache = pack.cache
+    keys, values = cache.keys[layer], cache.values[layer]
+    keys[pack.write_slots] = key[: pack.num_rows].to(cache.dtype)
+    values[pack.write_slots] = value[: pack.num_rows].to(cache.dtype)
+    out = torch.zeros_like(query)
     for index, rows in enumerate(pack.sequences):
-        span = slice(rows.first, rows.first + rows.count)
-        attended = scaled_dot_product_attention(
-            query[:, :, span],
-            keys[rows.slots].transpose(0, 1)[None],
-            values[rows.slots].transpose(0, 1)[None],
-            attn_mask=pack.mask(index, window, query.device),
-            scale=scaling,
-            enable_gqa=True,
-        )
-        out[:, span] = attended.transpose(1, 2)
+        read_keys, read_values = (kv[rows.slots].transpose(0, 1)[None] for kv in (keys, values))
+        for part in pack.parts(index, window):
+            queries = query[part.first : part.last].transpose(0, 1)[None].to(cache.dtype)
+            attended = scaled_dot_product_attention(
+                pad(queries, (0, 0, 0, part.missing)) if part.missing else queries,
+                read_keys[:, :, : part.length],
+                read_values[:, :, : part.length],
+                attn_mask=part.mask,
+                scale=scaling,
+                enable_gqa=True,
+            )
+            out[part.first : part.last] = attended[0, :, : part.last - part.first].transpose(0, 1)
     return out
 
 
-def _as_index(slots: list[int], device: torch.device) -> slice | torch.Tensor:
+def _split(rows: SequenceRows, window: int | None, cache: KVCache) -> list[Part]:
+    """The attention calls of one sequence's rows."""
+    if not cache.fixed_shapes:
+        sees_all = rows.count == 1 and (window is None or rows.end <= window)
+        mask = None if sees_all else _mask(rows.start, rows.count, rows.end, window, cache)
+        return [Part(rows.first, rows.first + rows.count, 0, rows.end, mask)]
+    parts = []
+    for start in range(rows.start, rows.end, MOST_QUERIES):
+        end = min(rows.end, start + MOST_QUERIES)
+        missing, length = max(0, LEAST_QUERIES - (end - start)), cache.read_len(end)
+        mask = _mask(start, end - start + missing, length, window, cache)
+        first = rows.first + start - rows.start
+        parts.append(Part(first, first + end - start, missing, length, mask))
+    return parts
+
+
+def _mask(start: int, count: int, length: int, window: int | None, cache: KVCache) -> torch.Tensor:
+    """[count, length]: 0 where the row at `start` + i may look (itself, earlier ones, within the window), else −∞."""
+    rows = torch.arange(start, start + count, device=cache.device)[:, None]
+    positions = torch.arange(length, device=cache.device)[None, :]
+    seen = positions <= rows
+    if window is not None:
+        seen &= positions > rows - window
+    return torch.zeros(count, length, dtype=cache.dtype, device=cache.device).masked_fill_(~seen, -torch.inf)
+
+
+def _as_index(slots: list[int], cache: KVCache) -> slice | torch.Tensor:
+    """What reads `slots` and, where lengths are padded, any slots after them."""
+    missing = cache.read_len(len(slots)) - len(slots)
+    index = _run_or_tensor(slots, cache.device)
+    if isinstance(index, slice):
+        return slice(index.start, index.stop + missing)
+    return pad(index, (0, missing))
+
+
+def _run_or_tensor(slots: list[int], device: torch.device) -> slice | torch.Tensor:
     """A slice where the slots follow one another, so that reading them copies nothing."""
     if slots == list(range(slots[0], slots[0] + len(slots))):
-        return slice(slots[0], slots[-1] + 1)
+        return slice(slots[0], slots[0] + len(slots))
     return torch.tensor(slots, dtype=torch.long, device=device)
-
-
-def _causal_mask(start: int, end: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-    if end - start == 1 and (window is None or end <= window):
-        return None
-    rows = torch.arange(start, end, device=device)[:, None]
-    positions = torch.arange(end, device=device)[None, :]
-    mask = positions <= rows
-    return mask if window is None else mask & (positions > rows - window)

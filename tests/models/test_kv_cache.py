@@ -17,9 +17,9 @@ CPU = torch.device("cpu")
 
 def read_slots(block_ids: list[int], start: int, end: int) -> tuple[list[int], list[int]]:
     """(slots that the rows' keys are read from, slots that they are written to)."""
-    cache = KVCache(1, 64, 1, 1, torch.float32, CPU)
-    pack = pack_rows([Slice([0] * end, start, end, end, end, block_ids, Sampling())], BLOCK_TOKENS, cache, CPU)
-    return torch.arange(64)[pack.sequences[0].slots].tolist(), pack.write_slots.tolist()
+    cache = KVCache(1, 64, 1, 1, torch.float64, CPU)
+    pack = pack_rows([Slice([0] * end, start, end, end, end, block_ids, Sampling())], BLOCK_TOKENS, cache)
+    return torch.arange(64)[pack.sequences[0].slots].tolist(), torch.arange(64)[pack.write_slots].tolist()
 
 
 @pytest.mark.parametrize("block_ids", list(itertools.permutations([1, 2, 3])) + [(1, 5, 3), (0, 9, 2), (2, 0, 4)])

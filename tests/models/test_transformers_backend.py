@@ -96,6 +96,13 @@ def test_packed_sequences_equal_transformers(folder: Path, sampling: Sampling) -
     assert len({token for text in expected for token in text}) > 5
 
 
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_the_lean_forward_runs_where_it_can(tmp_path: Path, family: str) -> None:
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        backend = load(save(tmp_path / str(dtype), FAMILIES[family]()), dtype=dtype)
+        assert backend.is_lean == (family != "gemma")
+
+
 def test_greedy_equals_generate(folder: Path) -> None:
     prompt = [1, 7, 33, 2, 90]
     made = reference(folder).generate(  # type: ignore[operator]

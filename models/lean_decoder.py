@@ -1,0 +1,151 @@
+"""The forward of Llama-like decoders, written for few rows: half the operations of the general code, the same weights.
+
+Serves models whose layers are RMS norm, attention with rotary positions, RMS norm and a gated MLP (Llama, Mistral,
+Qwen2, Qwen3). `lean_decoder` returns None for all others; then the model's own code runs. Which it is, is decided by
+what the layers are made of, and by comparing both on a probe (models/transformers_backend.py).
+Letters: R rows, C hidden size, H query heads, G key/value heads, D head size, V vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import embedding, rms_norm, silu
+from transformers import PreTrainedModel
+
+from models.products import Product
+
+LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
+MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float, int | None], torch.Tensor]
+"""(layer, q [R, H, D], k [R, G, D], v [R, G, D], scaling, sliding window) → [R, H, D]; stores k and v."""
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """RMS norm over the last dimension."""
+
+    weight: torch.Tensor
+    epsilon: float
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight.shape, self.weight, self.epsilon)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """`head_norms`: of each query and each key head, where the model has them."""
+
+    before_attention: Norm
+    qkv: Product
+    head_norms: tuple[Norm, Norm] | None
+    out: Product
+    before_mlp: Norm
+    gate_up: Product
+    down: Product
+    scaling: float
+    window: int | None
+
+
+class LeanDecoder:
+    """Made by `lean_decoder`."""
+
+    def __init__(self, model: PreTrainedModel, heads: int, kv_heads: int, head_size: int) -> None:
+        decoder: Any = model.get_decoder()
+        self._heads, self._kv_heads, self._head_size = heads, kv_heads, head_size
+        self._embedding: torch.Tensor = decoder.embed_tokens.weight
+        self._rotary: Any = decoder.rotary_emb
+        self._layers = [_layer(layer) for layer in decoder.layers]
+        self._norm = _norm(decoder.norm)
+        head: Any = model.get_output_embeddings()
+        self._head = Product(head.weight.detach(), head.bias)
+
+    def logits(self, ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """ids, positions [R]; rows `wanted` [W] → [W, V]."""
+        x = embedding(ids, self._embedding)
+        cos, sin = self._rotary(x[None], positions[None])
+        half = self._head_size // 2
+        cos, sin = cos[0, :, None], torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)[:, None]  # [R, 1, D]
+        for index, layer in enumerate(self._layers):
+            q, k, v = self._qkv(layer, x)
+            q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
+            x = x + layer.out(attend(index, q, k, v, layer.scaling, layer.window).flatten(1))
+            gate, up = layer.gate_up(layer.before_mlp(x)).chunk(2, dim=-1)
+            x = x + layer.down(silu(gate) * up)
+        return self._head(self._norm(x[wanted]))
+
+    def _qkv(self, layer: Layer, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[R, H, D], [R, G, D], [R, G, D]."""
+        rows = layer.qkv(layer.before_attention(x)).view(x.shape[0], -1, self._head_size)
+        q, k, v = rows.split((self._heads, self._kv_heads, self._kv_heads), dim=1)
+        if layer.head_norms is not None:
+            q, k = layer.head_norms[0](q), layer.head_norms[1](k)
+        return q, k, v
+
+
+def lean_decoder(model: PreTrainedModel) -> LeanDecoder | None:
+    """None for a model that has other parts than those known here."""
+    decoder: Any = model.get_decoder()
+    text = model.config.get_text_config(decoder=True)
+    if not all(hasattr(decoder, name) for name in ("embed_tokens", "rotary_emb", "layers", "norm")):
+        return None
+    if not all(_is_known(layer) for layer in decoder.layers) or text.hidden_act != "silu":
+        return None
+    head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return LeanDecoder(model, text.num_attention_heads, text.num_key_value_heads, head_size)
+
+
+def _is_known(layer: Any) -> bool:
+    """Whether the layer has the parts known here and no others."""
+    attention = {name for name, _ in layer.self_attn.named_children()} if hasattr(layer, "self_attn") else set()
+    mlp = {name for name, _ in layer.mlp.named_children()} if hasattr(layer, "mlp") else set()
+    return (
+        {name for name, _ in layer.named_children()} == LAYER_PARTS
+        and attention - {"q_norm", "k_norm"} == ATTENTION_PARTS
+        and mlp == MLP_PARTS
+        and all(hasattr(layer.self_attn, name) for name in ("scaling", "layer_idx"))
+    )
+
+
+def _layer(layer: Any) -> Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    return Layer(
+        before_attention=_norm(layer.input_layernorm),
+        qkv=_fused(attention.q_proj, attention.k_proj, attention.v_proj),
+        head_norms=(_norm(attention.q_norm), _norm(attention.k_norm)) if hasattr(attention, "q_norm") else None,
+        out=_fused(attention.o_proj),
+        before_mlp=_norm(layer.post_attention_layernorm),
+        gate_up=_fused(mlp.gate_proj, mlp.up_proj),
+        down=_fused(mlp.down_proj),
+        scaling=float(attention.scaling),
+        window=_window(attention),
+    )
+
+
+def _fused(*parts: torch.nn.Linear) -> Product:
+    """One product for several that share their input. The parts' own weights are let go: they become views of it."""
+    if len(parts) == 1:
+        return Product(parts[0].weight.detach(), None if parts[0].bias is None else parts[0].bias.detach())
+    weight = torch.cat([part.weight.detach() for part in parts])
+    bias = None if parts[0].bias is None else torch.cat([part.bias.detach() for part in parts])
+    for part, rows in zip(parts, weight.split([part.weight.shape[0] for part in parts]), strict=True):
+        part.weight = torch.nn.Parameter(rows, requires_grad=False)
+    return Product(weight, bias)
+
+
+def _window(attention: Any) -> int | None:
+    """Where a layer does not say, the whole model's."""
+    source = attention if hasattr(attention, "sliding_window") else attention.config
+    window: int | None = getattr(source, "sliding_window", None)
+    return window
+
+
+def _norm(norm: Any) -> Norm:
+    return Norm(norm.weight.detach(), float(getattr(norm, "variance_epsilon", None) or norm.eps))
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary positions of x [R, heads, D]; `sin` has its first half negated."""
+    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
