@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from specrelay.endpoint import Endpoint, key_headers
+from specrelay.endpoint import endpoint_at
 from specrelay.exits import Exit
 
 if TYPE_CHECKING:
@@ -29,7 +29,9 @@ app = typer.Typer(
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file, as in configs/")]
 Url = Annotated[str, typer.Option("--url", help="Where the app answers.")]
 KeyEnv = Annotated[str | None, typer.Option("--api-key-env", help="Environment variable that holds the API key.")]
+Port = Annotated[int | None, typer.Option("--port", min=1, max=65535, help="Instead of the config's http.port.")]
 DEFAULT_URL = "http://127.0.0.1:8000"
+TABLE_WIDTH = 160
 
 
 def main() -> None:
@@ -66,6 +68,12 @@ def is_refusal(error: Exception) -> bool:
     return isinstance(error, RefusedError | WeightsError)
 
 
+def table_console() -> Console:
+    """Into a file or a pipe tables are wide enough to be whole."""
+    console = Console()
+    return console if console.is_terminal else Console(width=TABLE_WIDTH)
+
+
 def read_config(path: Path, port: int | None = None) -> "AppConfig":
     """The config, its port overridden."""
     from cluster.config import load_config, with_port
@@ -77,7 +85,7 @@ def read_config(path: Path, port: int | None = None) -> "AppConfig":
 @app.command()
 def serve(
     config: ConfigPath,
-    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Instead of the config's http.port.")] = None,
+    port: Port = None,
 ) -> None:
     """Serve the models of CONFIG until Ctrl-C."""
     app_config = read_config(config, port)
@@ -91,7 +99,7 @@ def plan(config: ConfigPath) -> None:
     """Show which replica would stand on what; nothing is started."""
     from specrelay.plan import show_plan
 
-    show_plan(read_config(config), Console())
+    show_plan(read_config(config), table_console())
 
 
 @app.command()
@@ -100,11 +108,12 @@ def batch(
     source: Annotated[Path, typer.Option("--input", help="JSONL: {id?, prompt | messages, …request fields} per line.")],
     output: Annotated[Path, typer.Option("--output", help="JSONL: {id, index, response | error} per line, in order.")],
     concurrency: Annotated[int, typer.Option(min=1, help="Requests under way at once.")] = 8,
+    port: Port = None,
 ) -> None:
     """Answer all prompts of a file, by a running app of the same CONFIG or one started for it."""
     from specrelay.batch_rows import check_output, read_rows
 
-    app_config = read_config(config)
+    app_config = read_config(config, port)
     rows = read_rows(source, app_config.served_model_id)
     check_output(output)
     from specrelay.batch_run import run_with_app
@@ -117,7 +126,7 @@ def status(url: Url = DEFAULT_URL, api_key_env: KeyEnv = None) -> None:
     """Show the router's live table."""
     from specrelay.status import show_status
 
-    show_status(Endpoint(url.rstrip("/"), key_headers(api_key_env)), Console())
+    show_status(endpoint_at(url, key_env=api_key_env), table_console())
 
 
 @app.command()
@@ -131,7 +140,7 @@ def chat(
     """Talk with the running app. /new forgets the history, /exit or Ctrl-D ends."""
     from specrelay.chat import Conversation, Terminal, converse, served_model
 
-    endpoint = Endpoint(url.rstrip("/"), key_headers(api_key_env))
+    endpoint = endpoint_at(url, key_env=api_key_env)
     given = {"temperature": temperature, "max_tokens": max_tokens}
     fields = {name: value for name, value in given.items() if value is not None}
     converse(endpoint, Conversation(served_model(endpoint), system, fields), Terminal(Console()))

@@ -27,6 +27,12 @@ def endpoint_of(host: str, port: int, api_keys_env: str | None = None, *, scheme
     return Endpoint(f"{scheme}://{reachable}:{port}", key_headers(api_keys_env))
 
 
+def endpoint_at(url: str, key_env: str | None = None) -> Endpoint:
+    """The endpoint a user names: with or without the scheme and the /v1 that OpenAI's clients want."""
+    base = url if "://" in url else f"http://{url}"
+    return Endpoint(base.rstrip("/").removesuffix("/v1"), key_headers(key_env))
+
+
 def key_headers(api_keys_env: str | None) -> dict[str, str]:
     """The Authorization header from the environment variable of that name; none where it is unset."""
     key = os.environ.get(api_keys_env, "").split(",")[0].strip() if api_keys_env else ""
@@ -38,9 +44,8 @@ def get_json(endpoint: Endpoint, path: str) -> dict[str, Any]:
     try:
         response = httpx.get(endpoint.url + path, headers=endpoint.headers, timeout=CONNECT_TIMEOUT_S)
     except httpx.TransportError as error:
-        raise Failed(
-            f"no app answers at {endpoint.url} ({error}); start one: python -m specrelay serve CONFIG"
-        ) from error
+        fix = "name its address with --url, or start one: python -m specrelay serve CONFIG"
+        raise Failed(f"no app answers at {endpoint.url} ({error}): {fix}") from error
     if response.status_code != httpx.codes.OK:
         raise Failed(f"{endpoint.url}{path}: {error_message(response)}")
     return json_object(response, endpoint)

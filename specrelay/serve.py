@@ -85,6 +85,7 @@ def deploy(config: AppConfig, tell: Tell) -> None:
             raise Refused(f"not ready after {START_TIMEOUT_S:.0f} s: {waiting_for(status)}")
         seen |= tell_healthy(status, seen, tell)
         time.sleep(POLL_S)
+    tell_healthy(status, seen, tell)
 
 
 def tell_healthy(status: ApplicationStatusOverview, seen: set[str], tell: Tell) -> set[str]:

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from specrelay.endpoint import Endpoint, endpoint_of
+from specrelay.endpoint import Endpoint, endpoint_at, endpoint_of
 from specrelay.exits import Failed, Refused
 from specrelay.status import show_status
 from tests.specrelay.fake_app import Answer, FakeApp
@@ -96,3 +96,8 @@ def test_an_endpoint_reaches_what_a_server_binds(monkeypatch: pytest.MonkeyPatch
     assert endpoint_of("0.0.0.0", 8000) == Endpoint("http://127.0.0.1:8000", {})
     assert endpoint_of("::", 1, "KEYS") == Endpoint("http://[::1]:1", {"Authorization": "Bearer first"})
     assert endpoint_of("10.0.0.2", 1, "UNSET_VARIABLE").headers == {}
+
+
+@pytest.mark.parametrize("url", ["http://host:81", "http://host:81/", "http://host:81/v1", "host:81", "host:81/v1/"])
+def test_an_address_is_taken_as_people_write_it(url: str) -> None:
+    assert endpoint_at(url).url == "http://host:81"
