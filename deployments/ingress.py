@@ -24,6 +24,7 @@ from deployments.router_link import RouterLink
 from deployments.streams import endpoint
 
 CALL_S = 2.0
+BODY_S = 60.0
 
 api = FastAPI(title="SpecRelay", docs_url=None, redoc_url=None)
 
@@ -125,8 +126,12 @@ class Ingress:
     async def _read(self, request: Request) -> bytes:
         """The body, but never much more of it than is allowed."""
         limit, raw = self._config.http.max_body_bytes, bytearray()
-        async for chunk in request.stream():
-            raw += chunk
-            if len(raw) > limit:
-                raise ApiError(413, f"the body has more than {limit} bytes (http.max_body_bytes)")
+        try:
+            async with asyncio.timeout(BODY_S):
+                async for chunk in request.stream():
+                    raw += chunk
+                    if len(raw) > limit:
+                        raise ApiError(413, f"the body has more than {limit} bytes (http.max_body_bytes)")
+        except TimeoutError:
+            raise ApiError(408, f"the body did not come within {BODY_S:g} s") from None
         return bytes(raw)

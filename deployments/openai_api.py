@@ -117,7 +117,7 @@ class Generation(Body):
     frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = 0.0
     min_tokens: Annotated[int, Field(ge=0)] = 0
     ignore_eos: bool = False
-    n: Literal[1] = 1
+    n: Annotated[int, Field(ge=1, le=1)] = 1
     stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, le=MOST_ID)]], Field(max_length=MOST_STOPS)] = []
     stream: bool = False

@@ -1,32 +1,41 @@
 """Matrix products that give a row the same bits whatever other rows are computed with it.
 
 Libraries choose kernels, and with them the order of additions, by the number of rows. Here every product on a CPU has
-exactly `ROWS` rows: fewer are padded, more are split. Then a drafted token is judged by the same numbers as a token
+the same number of rows: fewer are padded, more are split. Then a drafted token is judged by the same numbers as a token
 generated alone, and speculation changes no bit of the text.
 """
 
 import torch
-from torch.nn.functional import linear, pad
+from torch.nn.functional import linear
 
-ROWS = 8
-"""Few enough to cost a single row little, enough to keep the multipliers busy while the weights are read once."""
+NUM_ROWS = {torch.float32: 16, torch.bfloat16: 64, torch.float16: 64}
+"""Reading the weights is what a few rows cost: measured for a 135M model on two cores with AMX, all layers of bfloat16
+take 22 ms for 8 and 16 rows and 26 for 64, a prefill of 256 rows 0.35 s in sixteens and 0.11 s in sixty-fours. float32
+has no such units: 48 ms for 8 rows, 54 for 16, 88 for 64.
+"""
 
 
 class Product:
-    """x [R, K] → x · weightᵀ (+ bias), [R, N]."""
+    """x [R, K] → x · weightᵀ (+ bias), [R, N]. Not for two threads at once: it keeps the rows of padding."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self._weight = weight.contiguous()
         self._bias = bias
-        self._fixed_rows = weight.device.type == "cpu" and weight.dtype != torch.float64
+        self._padded: torch.Tensor | None = None
+        if weight.device.type == "cpu" and weight.dtype in NUM_ROWS:
+            self._padded = torch.zeros(NUM_ROWS[weight.dtype], weight.shape[1], dtype=weight.dtype)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if not self._fixed_rows:
+        if self._padded is None:
             return linear(x, self._weight, self._bias)
-        num_rows = x.shape[0]
-        missing = -num_rows % ROWS
-        if missing:
-            x = pad(x, (0, 0, 0, missing))
-        if x.shape[0] == ROWS:
-            return linear(x, self._weight, self._bias)[:num_rows]
-        return torch.cat([linear(rows, self._weight, self._bias) for rows in x.split(ROWS)])[:num_rows]
+        most = self._padded.shape[0]
+        if x.shape[0] <= most:
+            return self._few(x, self._padded)
+        return torch.cat([self._few(rows, self._padded) for rows in x.split(most)])
+
+    def _few(self, x: torch.Tensor, padded: torch.Tensor) -> torch.Tensor:
+        """What other rows hold changes no bit of these, so they keep what they held."""
+        if x.shape[0] == padded.shape[0]:
+            return linear(x, self._weight, self._bias)
+        padded[: x.shape[0]] = x
+        return linear(padded, self._weight, self._bias)[: x.shape[0]]

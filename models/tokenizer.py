@@ -69,6 +69,10 @@ class HubTokenizer:
         return text
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # half a surrogate pair; the tokenizer's own error is a TypeError
+            raise TokenizerError(f"the text is no valid Unicode: {error.reason}") from error
         return [int(token) for token in self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]]
 
     def _with_one_bos(self, ids: list[int]) -> list[int]:
@@ -88,7 +92,10 @@ class ByteTokenizer:
         self.vocabulary = "bytes+eos"
 
     def encode(self, text: str) -> list[int]:
-        return list(text.encode())
+        try:
+            return list(text.encode())
+        except UnicodeEncodeError as error:
+            raise TokenizerError(f"the text is no valid Unicode: {error.reason}") from error
 
     def render_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         return self.encode("\n".join(message["content"] for message in messages))

@@ -26,10 +26,11 @@ log = logging.getLogger(__name__)
 
 ATTENTION = "specrelay_paged"
 PROBE_ROWS = 8
-PROBE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.02}
-"""Largest difference between two forwards of the same weights, in standard deviations of the logits.
+PROBE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 0.5, torch.float16: 0.1}
+"""How much two forwards of the same weights may differ: standard deviation of the difference by that of the logits.
 
-The general forward norms in float32 even where the rest is float64.
+Another function gives about 1.4. Rounding alone gives 0.18 in 30 layers of bfloat16; the general forward also
+norms in float32 even where the rest is float64.
 """
 LEAST_ROWS = 4
 """Products of 4 and more float32 rows give a row the same bits whatever the others are; shorter packs are padded."""
@@ -154,9 +155,9 @@ class TransformersBackend:
         self._lean = lean_decoder(self._model)
         if self._lean is not None:
             lean = self._logits(ids, wanted, wanted, self._probe_pack())
-            spread = float(general.double().std()) + 1e-9
-            if float((lean.double() - general.double()).abs().max()) > PROBE_TOLERANCE[general.dtype] * spread:
-                log.warning("%s: its own forward is used, the lean one differs from it", name)
+            difference = float((lean.double() - general.double()).std() / (general.double().std() + 1e-9))
+            if difference > PROBE_TOLERANCE[general.dtype]:
+                log.warning("%s: its own forward is used, the lean one differs by %.2g", name, difference)
                 self._lean = None
 
     def _probe_pack(self) -> Pack:

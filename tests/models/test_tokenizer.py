@@ -83,3 +83,12 @@ def test_a_template_that_refuses_or_is_missing_is_the_requests_fault(tmp_path: P
         tokenizer = HubTokenizer(save_tokenizer(tmp_path / name, template))
         with pytest.raises(TokenizerError, match=message):
             tokenizer.render_chat([{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize("text", ["\ud800", "a\ud83db"])
+def test_half_a_surrogate_pair_is_the_requests_fault(hub: HubTokenizer, text: str) -> None:
+    for tokenizer in (hub, ByteTokenizer()):
+        with pytest.raises(TokenizerError, match="no valid Unicode"):
+            tokenizer.encode(text)
+        with pytest.raises(TokenizerError, match="no valid Unicode"):
+            tokenizer.render_chat([{"role": "user", "content": text}])
