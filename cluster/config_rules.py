@@ -15,8 +15,6 @@ def refuse_unsupported(config: "AppConfig") -> None:
     """Everything that the reference of the config names and this release would have to ignore."""
     for index, model in enumerate(config.models):
         path = f"models[{index}]"
-        if getattr(model, "quantization", "none") != "none":
-            raise _unsupported(f"{path}.quantization", "use none")
         if getattr(model, "compile", "auto") == "on":
             raise _unsupported(f"{path}.compile", "use auto or off")
         if not isinstance(model.replicas, int):

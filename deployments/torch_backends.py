@@ -39,6 +39,7 @@ def build(config: AppConfig, model: TransformersModel, folder: Path) -> Transfor
         num_blocks=num_blocks,
         block_tokens=config.kv.block_tokens,
         layers=model.layers,
+        quantization=model.quantization,
         trust_remote_code=model.trust_remote_code,
     )
 

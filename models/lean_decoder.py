@@ -8,6 +8,7 @@ Letters: R rows, C hidden size, H query heads, G key/value heads, D head size, V
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,11 +17,15 @@ from torch.nn.functional import embedding, silu
 from transformers import PreTrainedModel
 
 from models.products import Product
+from models.quantized import Int4Product, Int8Product
 
 MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+Products = dict[str, type[Product] | type[Int8Product] | type[Int4Product]]
+PRODUCTS: Products = {"none": Product, "int8": Int8Product, "int4": Int4Product}
+AnyProduct = Product | Int8Product | Int4Product
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float, int | None], torch.Tensor]
 """(layer, q [R, H, D], k [R, G, D], v [R, G, D], scaling, sliding window) → [R, H, D]; stores k and v."""
 
@@ -45,12 +50,12 @@ class Layer:
     """`head_norms`: of each query and each key head, where the model has them."""
 
     before_attention: Norm
-    qkv: Product
+    qkv: AnyProduct
     head_norms: tuple[Norm, Norm] | None
-    out: Product
+    out: AnyProduct
     before_mlp: Norm
-    gate_up: Product
-    down: Product
+    gate_up: AnyProduct
+    down: AnyProduct
     scaling: float
     window: int | None
 
@@ -58,15 +63,15 @@ class Layer:
 class LeanDecoder:
     """Made by `lean_decoder`."""
 
-    def __init__(self, model: PreTrainedModel, heads: int, kv_heads: int, head_size: int) -> None:
+    def __init__(self, model: PreTrainedModel, heads: int, kv_heads: int, head_size: int, quantization: str) -> None:
         decoder: Any = model.get_decoder()
         self._heads, self._kv_heads, self._head_size = heads, kv_heads, head_size
         self._embedding: torch.Tensor = decoder.embed_tokens.weight
         self._rotary: Any = decoder.rotary_emb
-        self._layers = [_layer(layer) for layer in decoder.layers]
+        self._layers = [_layer(layer, quantization) for layer in decoder.layers]
         self._norm = _norm(decoder.norm)
         head: Any = model.get_output_embeddings()
-        self._head = Product(head.weight.detach(), head.bias)
+        self._head = PRODUCTS[quantization](head.weight.detach(), head.bias)
 
     def logits(self, ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor, attend: Attend) -> torch.Tensor:
         """ids, positions [R]; rows `wanted` [W] → [W, V]."""
@@ -91,8 +96,8 @@ class LeanDecoder:
         return q, k, v
 
 
-def lean_decoder(model: PreTrainedModel) -> LeanDecoder | None:
-    """None for a model that has other parts than those known here."""
+def lean_decoder(model: PreTrainedModel, quantization: str = "none") -> LeanDecoder | None:
+    """None for a model that has other parts than those known here. `quantization`: a key of PRODUCTS."""
     decoder: Any = model.get_decoder()
     text = model.config.get_text_config(decoder=True)
     if text.model_type not in MODEL_TYPES:
@@ -100,7 +105,7 @@ def lean_decoder(model: PreTrainedModel) -> LeanDecoder | None:
     if not all(_is_known(layer) for layer in decoder.layers) or text.hidden_act != "silu":
         return None
     head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return LeanDecoder(model, text.num_attention_heads, text.num_key_value_heads, head_size)
+    return LeanDecoder(model, text.num_attention_heads, text.num_key_value_heads, head_size, quantization)
 
 
 def _is_known(layer: Any) -> bool:
@@ -115,30 +120,33 @@ def _is_known(layer: Any) -> bool:
     )
 
 
-def _layer(layer: Any) -> Layer:
+def _layer(layer: Any, quantization: str) -> Layer:
     attention, mlp = layer.self_attn, layer.mlp
+    fused = partial(_fused, quantization)
     return Layer(
         before_attention=_norm(layer.input_layernorm),
-        qkv=_fused(attention.q_proj, attention.k_proj, attention.v_proj),
+        qkv=fused(attention.q_proj, attention.k_proj, attention.v_proj),
         head_norms=(_norm(attention.q_norm), _norm(attention.k_norm)) if hasattr(attention, "q_norm") else None,
-        out=_fused(attention.o_proj),
+        out=fused(attention.o_proj),
         before_mlp=_norm(layer.post_attention_layernorm),
-        gate_up=_fused(mlp.gate_proj, mlp.up_proj),
-        down=_fused(mlp.down_proj),
+        gate_up=fused(mlp.gate_proj, mlp.up_proj),
+        down=fused(mlp.down_proj),
         scaling=float(attention.scaling),
         window=_window(attention),
     )
 
 
-def _fused(*parts: torch.nn.Linear) -> Product:
-    """One product for several that share their input. The parts' own weights are let go: they become views of it."""
-    if len(parts) == 1:
-        return Product(parts[0].weight.detach(), None if parts[0].bias is None else parts[0].bias.detach())
+def _fused(quantization: str, *parts: torch.nn.Linear) -> AnyProduct:
+    """One product for several that share their input. The parts' own weights are let go: they become
+    views of it, or nothing where it is quantized.
+    """
     weight = torch.cat([part.weight.detach() for part in parts])
     bias = None if parts[0].bias is None else torch.cat([part.bias.detach() for part in parts])
-    for part, rows in zip(parts, weight.split([part.weight.shape[0] for part in parts]), strict=True):
+    kept = weight if quantization == "none" else weight.new_empty(0, weight.shape[1])
+    sizes = [part.weight.shape[0] if quantization == "none" else 0 for part in parts]
+    for part, rows in zip(parts, kept.split(sizes), strict=True):
         part.weight = torch.nn.Parameter(rows, requires_grad=False)
-    return Product(weight, bias)
+    return PRODUCTS[quantization](weight, bias)
 
 
 def _window(attention: Any) -> int | None:

@@ -19,6 +19,7 @@ from models.backend import Slice
 from models.kv_cache import KVCache, Pack, pack_rows, paged_attention
 from models.lean_decoder import LeanDecoder, lean_decoder
 from models.processing import Row
+from models.quantized import why_not
 from models.sampling import sample
 from models.tokenizer import read_end_ids, read_fingerprint
 
@@ -65,6 +66,7 @@ class TransformersBackend:
         num_blocks: Callable[[], int],
         block_tokens: int = 16,
         layers: int | None = None,
+        quantization: str = "none",
         trust_remote_code: bool = False,
     ) -> None:
         AttentionInterface.register(ATTENTION, _attend)
@@ -95,7 +97,7 @@ class TransformersBackend:
         self.end_ids = read_end_ids(folder)
         self.block_tokens = block_tokens
         self._lean: LeanDecoder | None = None
-        self._probe(folder.name)
+        self._probe(folder.name, quantization)
 
     @property
     def is_lean(self) -> bool:
@@ -142,7 +144,7 @@ class TransformersBackend:
         return logits
 
     @torch.inference_mode()
-    def _probe(self, name: str) -> None:
+    def _probe(self, name: str, quantization: str) -> None:
         """Every layer must have called our attention exactly once, else a mixer of another kind is inside.
 
         The lean forward takes over if it gives the same logits, to the rounding of the model's own numbers.
@@ -152,8 +154,13 @@ class TransformersBackend:
         general = self._logits(ids, wanted, wanted, pack)
         if pack.calls != dict.fromkeys(range(self._num_layers), 1):
             raise UnsupportedModel(name, "not every layer runs attention exactly once, so its state cannot roll back")
-        self._lean = lean_decoder(self._model)
-        if self._lean is not None:
+        reason = why_not(quantization, [m.weight for m in self._model.modules() if isinstance(m, torch.nn.Linear)])
+        if reason is not None:
+            raise UnsupportedModel(name, reason)
+        self._lean = lean_decoder(self._model, quantization)
+        if quantization != "none" and self._lean is None:
+            raise UnsupportedModel(name, f"quantization: {quantization} is not supported for its architecture")
+        if quantization == "none" and self._lean is not None:
             lean = self._logits(ids, wanted, wanted, self._probe_pack())
             difference = float((lean.double() - general.double()).std() / (general.double().std() + 1e-9))
             if difference > PROBE_TOLERANCE[general.dtype]:

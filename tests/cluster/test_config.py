@@ -129,7 +129,6 @@ def test_kind_decides_which_keys_are_allowed(index: int, key: str, value: object
 @pytest.mark.parametrize(
     ("change", "path"),
     [
-        (lambda m: m.update(quantization="int4"), "models[0].quantization"),
         (lambda m: m.update(compile="on"), "models[0].compile"),
         (lambda m: m.update(compile=True), "models[0].compile"),
         (lambda m: m.update(replicas={"min": 1, "max": 2}), "models[0].replicas"),

@@ -1,0 +1,63 @@
+"""Weight-only quantized products by torch's CPU kernels, made from full weights at load. Activations keep their dtype.
+
+int8: one scale per output, symmetric. int4: a scale and a zero point per output and 32 inputs, asymmetric. Both kernels
+give a row the same bits whatever rows are computed with it, so no padding is needed (models/products.py).
+"""
+
+import torch
+
+GROUP = 32
+INT4_OUTPUTS = 16
+"""Outputs come in multiples of this."""
+
+
+class Int8Product:
+    """x [R, K] → x · weightᵀ (+ bias), [R, N]."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        wide = weight.float()
+        scales = (wide.abs().amax(dim=1) / 127.0).clamp_(min=1e-12)
+        self._weight = (wide / scales[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+        self._scales = scales.to(weight.dtype)
+        self._bias = bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch._weight_int8pack_mm(x.contiguous(), self._weight, self._scales)  # noqa: SLF001 - no public name
+        return out if self._bias is None else out + self._bias
+
+
+class Int4Product:
+    """x [R, K] → x · weightᵀ (+ bias), [R, N]. K must be a multiple of GROUP, N one of INT4_OUTPUTS."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        groups = weight.float().unflatten(1, (-1, GROUP))  # [N, K / GROUP, GROUP]
+        low, high = groups.amin(dim=-1), groups.amax(dim=-1)
+        scales = ((high - low) / 15.0).clamp_(min=1e-12)
+        codes = ((groups - low[..., None]) / scales[..., None]).round_().clamp_(0, 15)
+        # The kernel computes (code − 8) · scale + zero.
+        zeros = low + 8.0 * scales
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu  # noqa: SLF001 - no public name
+        self._weight = packed(codes.flatten(1).to(torch.int32), 1)
+        self._scales_and_zeros = torch.stack((scales, zeros), dim=-1).transpose(0, 1).contiguous().to(weight.dtype)
+        self._bias = bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        multiply = torch.ops.aten._weight_int4pack_mm_for_cpu  # noqa: SLF001 - no public name
+        out: torch.Tensor = multiply(x.contiguous(), self._weight, GROUP, self._scales_and_zeros)
+        return out if self._bias is None else out + self._bias
+
+
+def why_not(quantization: str, weights: list[torch.Tensor]) -> str | None:
+    """Why these weights cannot be quantized so; None if they can."""
+    if quantization == "none":
+        return None
+    if any(weight.device.type != "cpu" for weight in weights):
+        return f"quantization: {quantization} runs on CPUs only"
+    if any(weight.dtype not in (torch.float32, torch.bfloat16, torch.float16) for weight in weights):
+        return f"quantization: {quantization} needs dtype float32, bfloat16 or float16"
+    if quantization == "int4":
+        for weight in weights:
+            if weight.shape[1] % GROUP or weight.shape[0] % INT4_OUTPUTS:
+                shape = "×".join(map(str, weight.shape))
+                return f"quantization: int4 needs weights in multiples of {INT4_OUTPUTS}×{GROUP}, one is {shape}"
+    return None

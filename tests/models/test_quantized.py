@@ -1,0 +1,75 @@
+"""Quantized products: close to the full ones, and exactly the codes' own arithmetic."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from kvstate.protocol import Sampling
+from models.backend import Slice
+from models.quantized import Int4Product, Int8Product
+from models.transformers_backend import TransformersBackend, UnsupportedModel
+from tests.models.test_transformers_backend import SIZES, save
+
+LARGEST = {Int8Product: 0.02, Int4Product: 0.15}
+
+
+@pytest.mark.parametrize("kind", [Int8Product, Int4Product])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_quantized_product_is_near_the_full_one(
+    kind: type[Int8Product] | type[Int4Product], dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    weight, bias, x = torch.randn(48, 64), torch.randn(48), torch.randn(5, 64)
+    got = kind(weight.to(dtype), bias.to(dtype))(x.to(dtype)).float()
+    full = x.to(dtype).float() @ weight.T + bias
+    assert float((got - full).std() / full.std()) < LARGEST[kind]
+
+
+def test_weights_on_the_grid_are_kept_exactly() -> None:
+    """Codes 0 … 15 in steps of a power of two, each group with both ends, are what int4 can say."""
+    codes = torch.randint(0, 16, (16, 64), generator=torch.Generator().manual_seed(1)).float()
+    codes[:, [0, 32]], codes[:, [1, 33]] = 0.0, 15.0
+    weight = (codes - 8.0) * 0.25
+    assert torch.equal(Int4Product(weight)(torch.eye(64)).T, weight)
+    whole = torch.randint(-127, 128, (16, 64), generator=torch.Generator().manual_seed(1)).float()
+    whole[:, 0] = 127.0
+    assert torch.equal(Int8Product(whole * 0.5)(torch.eye(64)).T, whole * 0.5)
+
+
+@pytest.mark.parametrize("kind", [Int8Product, Int4Product])
+@pytest.mark.parametrize("inputs", [576, 1536])
+def test_a_row_has_the_same_bits_in_any_block(kind: type[Int8Product] | type[Int4Product], inputs: int) -> None:
+    torch.manual_seed(2)
+    product = kind(torch.randn(576, inputs).bfloat16())
+    x = torch.randn(100, inputs).bfloat16()
+    whole = product(x)
+    for size in (1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 33, 64):
+        assert torch.equal(product(x[:size]), whole[:size]), size
+
+
+def load(folder: Path, quantization: str, dtype: torch.dtype = torch.bfloat16) -> TransformersBackend:
+    return TransformersBackend(
+        folder, dtype=dtype, device="cpu", num_blocks=lambda: 32, block_tokens=8, quantization=quantization
+    )
+
+
+def test_a_quantized_model_agrees_mostly_with_the_full_one(tmp_path: Path) -> None:
+    save(tmp_path, transformers.LlamaConfig(**SIZES))
+    text = torch.randint(0, 128, (120,), generator=torch.Generator().manual_seed(3)).tolist()
+    rows = Slice(text, 0, 120, 0, 120, list(range(15)), Sampling())
+    full, int8, int4 = (load(tmp_path, q).forward([rows])[0] for q in ("none", "int8", "int4"))
+    agreeing = [sum(a == b for a, b in zip(full, other, strict=True)) for other in (int8, int4)]
+    assert 120 >= agreeing[0] > agreeing[1] > 20  # random weights have narrow margins; chance would be 1
+
+
+def test_what_cannot_be_quantized_is_named(tmp_path: Path) -> None:
+    save(tmp_path / "llama", transformers.LlamaConfig(**{**SIZES, "intermediate_size": 72}))
+    with pytest.raises(UnsupportedModel, match="int4 needs weights in multiples of 16×32, one is 72×64"):
+        load(tmp_path / "llama", "int4")
+    with pytest.raises(UnsupportedModel, match="needs dtype float32, bfloat16 or float16"):
+        load(tmp_path / "llama", "int8", torch.float64)
+    save(tmp_path / "gemma", transformers.GemmaConfig(**SIZES))
+    with pytest.raises(UnsupportedModel, match="int8 is not supported for its architecture"):
+        load(tmp_path / "gemma", "int8")
