@@ -1,12 +1,14 @@
 """Answers in OpenAI's shapes: whole, or as server-sent events, one per commit."""
 
+import itertools
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
+from deployments.choices import ChoicePieces
 from deployments.completions import Piece
 from deployments.openai_api import ApiError, Generation
 from kvstate.protocol import FinishReason, OpenRequest, SpecMetrics
@@ -44,8 +46,8 @@ class Shape:
         prefix = "chatcmpl-" if is_chat else "cmpl-"
         return cls(prefix + secrets.token_hex(12), int(time.time()), model, is_chat)
 
-    def chunk(self, text: str, reason: FinishReason | None, first: bool) -> dict[str, object]:
-        choice: dict[str, object] = {"index": 0, "finish_reason": reason, "logprobs": None}
+    def chunk(self, index: int, text: str, reason: FinishReason | None, first: bool) -> dict[str, object]:
+        choice: dict[str, object] = {"index": index, "finish_reason": reason, "logprobs": None}
         if self.is_chat:
             choice["delta"] = ({"role": "assistant"} if first else {}) | ({"content": text} if text or first else {})
         else:
@@ -56,13 +58,15 @@ class Shape:
         head = self._head("chat.completion.chunk" if self.is_chat else "text_completion")
         return head | {"choices": [], "usage": usage}
 
-    def whole(self, text: str, reason: FinishReason | None, usage: dict[str, int]) -> dict[str, object]:
-        choice: dict[str, object] = {"index": 0, "finish_reason": reason, "logprobs": None}
-        choice |= {"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}
-        return self._head("chat.completion" if self.is_chat else "text_completion") | {
-            "choices": [choice],
-            "usage": usage,
-        }
+    def whole(self, choices: Sequence[tuple[str, FinishReason | None]], usage: dict[str, int]) -> dict[str, object]:
+        """`choices`: text and reason of each."""
+        shaped = [self._choice(index, *choice) for index, choice in enumerate(choices)]
+        head = self._head("chat.completion" if self.is_chat else "text_completion")
+        return head | {"choices": shaped, "usage": usage}
+
+    def _choice(self, index: int, text: str, reason: FinishReason | None) -> dict[str, object]:
+        choice: dict[str, object] = {"index": index, "finish_reason": reason, "logprobs": None}
+        return choice | ({"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text})
 
     def _head(self, kind: str) -> dict[str, object]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
@@ -73,39 +77,59 @@ def usage_of(message: OpenRequest, output_len: int) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": output_len, "total_tokens": prompt + output_len}
 
 
-async def whole_answer(
-    parts: AsyncGenerator[Piece, None], shape: Shape, body: Generation, message: OpenRequest
-) -> dict[str, object]:
-    text, last = "", Piece("", 0)
+async def whole_answer(parts: ChoicePieces, shape: Shape, body: Generation, message: OpenRequest) -> dict[str, object]:
+    texts, lasts = [""] * body.n, [Piece("", 0)] * body.n
     async with aclosing(parts):
-        async for piece in parts:
-            text, last = text + piece.text, piece
-    answer = shape.whole(text, last.finish_reason, usage_of(message, last.output_len))
-    if body.include_spec_metrics and last.metrics is not None:
-        answer["metrics"] = spec_metrics(last.metrics)
+        async for index, piece in parts:
+            texts[index] += piece.text
+            lasts[index] = piece
+    reasons = [last.finish_reason for last in lasts]
+    usage = usage_of(message, sum(last.output_len for last in lasts))
+    answer = shape.whole(list(zip(texts, reasons, strict=True)), usage)
+    counted = [last.metrics for last in lasts if last.metrics is not None]
+    if body.include_spec_metrics and counted:
+        answer["metrics"] = spec_metrics(summed(counted))
     return answer
 
 
 async def events(
-    first: Piece, parts: AsyncGenerator[Piece, None], shape: Shape, body: Generation, message: OpenRequest
+    first: tuple[int, Piece], parts: ChoicePieces, shape: Shape, body: Generation, message: OpenRequest
 ) -> AsyncIterator[str]:
     """One event per commit; an error after the first token is an event too."""
-    piece = first
+    output_lens: dict[int, int] = {}
+
+    def event(index: int, piece: Piece) -> str:
+        is_first, output_lens[index] = index not in output_lens, piece.output_len
+        return _event(_chunk(index, piece, shape, body, is_first))
+
     async with aclosing(parts):
-        yield _event(_chunk(first, shape, body, is_first=True))
+        yield event(*first)
         try:
-            async for piece in parts:
-                yield _event(_chunk(piece, shape, body, is_first=False))
+            async for index, piece in parts:
+                yield event(index, piece)
         except ApiError as error:
             yield _event(error.body())
             return
     if body.stream_options is not None and body.stream_options.include_usage:
-        yield _event(shape.usage_chunk(usage_of(message, piece.output_len)))
+        yield _event(shape.usage_chunk(usage_of(message, sum(output_lens.values()))))
     yield "data: [DONE]\n\n"
 
 
-def _chunk(piece: Piece, shape: Shape, body: Generation, is_first: bool) -> dict[str, object]:
-    chunk = shape.chunk(piece.text, piece.finish_reason, is_first)
+def summed(counts: Sequence[SpecMetrics]) -> SpecMetrics:
+    """Of all choices; `chain` is the first one's."""
+    histograms = itertools.zip_longest(*(c.histogram for c in counts), fillvalue=0)
+    return SpecMetrics(
+        rounds=sum(c.rounds for c in counts),
+        draft_tokens=sum(c.draft_tokens for c in counts),
+        accepted_draft_tokens=sum(c.accepted_draft_tokens for c in counts),
+        histogram=tuple(map(sum, histograms)),
+        most_draft_tokens=max(c.most_draft_tokens for c in counts),
+        chain=counts[0].chain,
+    )
+
+
+def _chunk(index: int, piece: Piece, shape: Shape, body: Generation, is_first: bool) -> dict[str, object]:
+    chunk = shape.chunk(index, piece.text, piece.finish_reason, is_first)
     if body.include_spec_metrics and piece.metrics is not None:
         chunk["metrics"] = spec_metrics(piece.metrics)
     return chunk

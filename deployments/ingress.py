@@ -18,6 +18,7 @@ from cluster.config import config_hash, parse_config
 from cluster.dialer import Dialer
 from deployments.answers import Shape, events, whole_answer
 from deployments.backends import build_tokenizer, context_len, vocabulary_len
+from deployments.choices import choices_of, merged
 from deployments.completions import TextCutter, Translator, pieces
 from deployments.openai_api import ApiError, ChatBody, CompletionBody, parse_body
 from deployments.router_link import RouterLink
@@ -116,8 +117,13 @@ class Ingress:
         body = parse_body(await self._read(request), kind, self._config)
         message = self._translator.open_request(body)
         shape = Shape.new(self._config.served_model_id, kind is ChatBody)
-        cutter = TextCutter(self._translator.tokenizer, body.stops, body.min_tokens)
-        parts = pieces(self._link, message, cutter)
+        tokenizer = self._translator.tokenizer
+        parts = merged(
+            [
+                pieces(self._link, choice, TextCutter(tokenizer, body.stops, body.min_tokens))
+                for choice in choices_of(message, body.n)
+            ]
+        )
         if not body.stream:
             return JSONResponse(await whole_answer(parts, shape, body, message))
         first = await anext(parts)  # errors before the first token are plain HTTP errors

@@ -49,6 +49,7 @@ TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_e
 
 MOST_WINDOW = 1024
 MOST_STOPS = 64
+MOST_CHOICES = 16
 MOST_ID = 2**31 - 1
 
 B = TypeVar("B", bound="Generation")
@@ -117,7 +118,7 @@ class Generation(Body):
     frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = 0.0
     min_tokens: Annotated[int, Field(ge=0)] = 0
     ignore_eos: bool = False
-    n: Annotated[int, Field(ge=1, le=1)] = 1
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
     stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, le=MOST_ID)]], Field(max_length=MOST_STOPS)] = []
     stream: bool = False

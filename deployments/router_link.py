@@ -20,8 +20,9 @@ GRACE_S = 1.0
 
 @dataclass(slots=True)
 class Running:
-    """A request and all output tokens received; `inbox` is bounded by the output's length."""
+    """A request as `asked` and as sent last, and all output tokens received; `inbox` is bounded by their number."""
 
+    asked: OpenRequest
     message: OpenRequest
     deadline_s: float
     output: list[int] = field(default_factory=list)
@@ -51,7 +52,7 @@ class RouterLink:
 
     async def generate(self, message: OpenRequest) -> AsyncGenerator[Delivered, None]:
         """Parts as they are committed, each token once. Raises ApiError. Leaving early cancels the request."""
-        running = Running(message, time.monotonic() + message.deadline_s)
+        running = Running(message, message, time.monotonic() + message.deadline_s)
         self._start(running)
         finished = False
         try:
@@ -67,7 +68,7 @@ class RouterLink:
     def cut(self, message: OpenRequest, output_len: int) -> None:
         """A stop string ended the output; one more part follows, with the counts."""
         for running in self._running.values():
-            if running.message.prompt is message.prompt:
+            if running.asked is message:
                 running.cut_len = output_len
                 self._send(CutRequest(running.message.request_id, output_len))
 

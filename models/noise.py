@@ -7,38 +7,17 @@ then to the position, then to the token id. All integer arithmetic is modulo 2^6
 
 import torch
 
-GOLDEN = 0x9E3779B97F4A7C15
-_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_MASK = (1 << 64) - 1
+from models.seeds import FIRST, GOLDEN, MASK, SECOND, key
 
 MOST = 22.8743
 """Every g lies below it (u is at least 0.5 / 2^32 from 1)."""
 
 
-def scramble(word: int) -> int:
-    """SplitMix64's output function: a bijection of 64-bit words."""
-    word = ((word ^ (word >> 30)) * _FIRST) & _MASK
-    word = ((word ^ (word >> 27)) * _SECOND) & _MASK
-    return word ^ (word >> 31)
-
-
-def key(seed: int, position: int) -> int:
-    """The 64-bit word from which the noise of all tokens at one position of one seed is hashed."""
-    return scramble((scramble((seed + GOLDEN) & _MASK) + GOLDEN * (position + 1)) & _MASK)
-
-
-def mix(seed: int, prompt_index: int, choice_index: int) -> int:
-    """The seed of choice i of prompt j of one request; the first choice of the first prompt has the seed itself."""
-    if prompt_index == 0 and choice_index == 0:
-        return seed
-    return key(key(seed, prompt_index), choice_index)
-
-
 def h32(seed: int, position: int, tokens: torch.Tensor) -> torch.Tensor:
     """Hashes of the token ids (int64, any shape) as int64 values in [0, 2^32), on the tokens' device."""
-    word = tokens * _signed(GOLDEN) + _signed((key(seed, position) + GOLDEN) & _MASK)
-    word = (word ^ _shifted(word, 30)) * _signed(_FIRST)
-    word = (word ^ _shifted(word, 27)) * _signed(_SECOND)
+    word = tokens * _signed(GOLDEN) + _signed((key(seed, position) + GOLDEN) & MASK)
+    word = (word ^ _shifted(word, 30)) * _signed(FIRST)
+    word = (word ^ _shifted(word, 27)) * _signed(SECOND)
     return _shifted(word ^ _shifted(word, 31), 32)
 
 

@@ -108,6 +108,23 @@ def test_spec_metrics_count_at_the_target(app: App) -> None:
     assert off["metrics"]["speculative_decoding"]["num_draft_tokens"] == 0
 
 
+def test_choices_come_side_by_side_and_usage_counts_all(app: App) -> None:
+    """Seeds change nothing of an emulated text; that choices have their own is tested where sampling is."""
+    answer = app.complete(max_tokens=12, n=3, include_spec_metrics=True)
+    assert [(c["index"], c["text"]) for c in answer["choices"]] == [(i, reference(12)) for i in range(3)]
+    assert answer["usage"]["completion_tokens"] == 36
+    assert answer["metrics"]["speculative_decoding"]["num_spec_steps"] >= 3
+    with OpenAI(base_url=app.url + "/v1", api_key="none", max_retries=0) as client:
+        stop = reference(30)[20:24]
+        chunks = list(
+            client.completions.create(
+                model=app.config.name, prompt=PROMPT, max_tokens=30, n=2, stop=[stop], stream=True
+            )
+        )
+    texts = ["".join(c.choices[0].text for c in chunks if c.choices[0].index == index) for index in range(2)]
+    assert texts == [reference(30)[: reference(30).find(stop)]] * 2
+
+
 def test_openai_client_streams_and_reads_usage(app: App) -> None:
     with OpenAI(base_url=app.url + "/v1", api_key="none", max_retries=0) as client:
         assert [model.id for model in client.models.list()] == [app.config.name]
@@ -167,7 +184,7 @@ def test_case_2_a_stop_string_cuts_text_and_usage(app: App, stream: bool) -> Non
         ({"temperature": "hot"}, 400, "temperature"),
         ({"top_p": 0}, 400, "top_p"),
         ({"n": 0}, 400, "n"),
-        ({"n": 2}, 400, "n"),
+        ({"n": 17}, 400, "n"),
         ({"repetition_penalty": 0}, 400, "repetition_penalty"),
         ({"logprobs": 3}, 400, "logprobs"),
         ({"max_token": 3}, 400, "max_token"),

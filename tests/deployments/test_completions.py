@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from cluster.config import load_config
+from deployments.choices import choices_of
 from deployments.completions import TextCutter, Translator
 from deployments.openai_api import ApiError, CompletionBody, parse_body
 from kvstate.protocol import OpenRequest
@@ -77,6 +79,14 @@ def test_case_8_a_wrong_value_names_its_field(field: str, value: object) -> None
     assert caught.value.status == 400
     assert caught.value.param is not None
     assert caught.value.param.startswith(field)
+
+
+def test_choices_differ_in_their_seeds_only_and_the_first_has_the_requests() -> None:
+    request = opened(seed=17)
+    choices = choices_of(request, 4)
+    assert choices[0] == request
+    assert len({choice.sampling.seed for choice in choices}) == 4
+    assert {replace(choice, sampling=request.sampling) for choice in choices} == {request}
 
 
 def shown(text: str, stops: list[str], sizes: list[int], min_tokens: int = 0) -> tuple[list[str], int, bool]:

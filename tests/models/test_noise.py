@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from models import noise
+from models import noise, seeds
 
 CASES = [(0, 0, 0), (0, 0, 1), (1, 0, 0), (42, 7, 256), (2**63 - 1, 4095, 151_935), (2**64 - 1, 1_000_000, 128_255)]
 
@@ -38,7 +38,7 @@ def test_noise_is_the_gumbel_quantile_of_the_hash(seed: int, position: int, toke
 def test_scramble_gives_the_published_sequence() -> None:
     """The first outputs of SplitMix64 from state 1234567, as its reference implementation prints them."""
     mask = 2**64 - 1
-    outputs = [noise.scramble((1234567 + i * noise.GOLDEN) & mask) for i in (1, 2, 3)]
+    outputs = [seeds.scramble((1234567 + i * seeds.GOLDEN) & mask) for i in (1, 2, 3)]
     assert outputs == [6457827717110365317, 3203168211198807973, 9817491932198370423]
 
 
@@ -61,7 +61,7 @@ def test_most_bounds_the_noise_of_the_highest_hash() -> None:
 
 
 def test_choices_have_seeds_of_their_own() -> None:
-    assert noise.mix(17, 0, 0) == 17
-    seeds = {noise.mix(17, prompt, choice) for prompt in range(50) for choice in range(50)}
-    assert len(seeds) == 2500
-    assert all(0 <= seed < 2**64 for seed in seeds)
+    assert seeds.mix(17, 0, 0) == 17
+    distinct = {seeds.mix(17, prompt, choice) for prompt in range(50) for choice in range(50)}
+    assert len(distinct) == 2500
+    assert all(0 <= seed < 2**64 for seed in distinct)
