@@ -20,7 +20,7 @@ PATIENCE_S = 5.0
 FAST = StreamOptions(
     heartbeat_s=0.05, connect_s=1.0, close_s=3.0, limits=Limits(frame_bytes=65_536, frame_messages=512)
 )
-QUIET = replace(FAST, heartbeat_s=60.0)
+QUIET = replace(FAST, heartbeat_s=60.0, close_s=20.0)
 
 
 class Recorder:
