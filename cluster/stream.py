@@ -49,8 +49,8 @@ class Pipe(Protocol):
 
     async def write(self, data: bytes) -> None: ...
 
-    async def finish(self) -> None:
-        """Say that nothing more will be written."""
+    async def finish(self) -> bool:
+        """Say that nothing more will be written. True where the peer's end of stream follows once it has read all."""
         ...
 
 
@@ -187,8 +187,9 @@ class Stream:
                 if messages:
                     await self._write_frames(messages)
                 if self._close_reason is not None and not self._outbox:
-                    await self._pipe.finish()
-                    self.break_off(self._close_reason)
+                    # A cancelled read would cancel the call and lose what is still on its way: wait for the peer's end.
+                    if not await self._pipe.finish():
+                        self.break_off(self._close_reason)
                     return
         except FrameError as error:
             self._bad_frame(error)
@@ -208,7 +209,7 @@ class Stream:
             while (data := await self._pipe.read()) is not grpc.aio.EOF:
                 self._silent_ticks = 0
                 self._receive(data, handler)
-            self.break_off("closed by peer")
+            self.break_off(self._close_reason or "closed by peer")
         except FrameError as error:
             self._bad_frame(error)
         except (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError) as error:
@@ -217,7 +218,9 @@ class Stream:
             else:
                 self.break_off(f"read failed: {first_line(error)}")
         except asyncio.CancelledError:
-            self.break_off("cancelled by peer")  # gRPC cancels a pending read when the call ends from the other side
+            self.break_off(
+                self._close_reason or "cancelled by peer"
+            )  # gRPC cancels a pending read when the call ends from the other side
             raise
         except Exception:
             logger.exception("stream %s/%s: handler failed", self.peer.role, self.peer.id)

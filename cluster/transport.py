@@ -125,10 +125,12 @@ class _Pipe:
         self.read = call.read
         self.write = call.write
 
-    async def finish(self) -> None:
+    async def finish(self) -> bool:
         """The serving side ends its direction by returning from the call."""
-        if isinstance(self._call, grpc.aio.StreamStreamCall):
-            await self._call.done_writing()
+        if not isinstance(self._call, grpc.aio.StreamStreamCall):
+            return False
+        await self._call.done_writing()
+        return True
 
     async def exchange_one(self, endpoint: Endpoint, message: Hello | Welcome | Refused) -> None:
         for data in encode_frames(endpoint.generation, [message], endpoint.options.limits):
