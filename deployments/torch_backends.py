@@ -9,6 +9,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from cluster.config import AppConfig, TransformersModel
 from cluster.preflight import available_cpus
+from models.kv_cache import cache_dtype
 from models.transformers_backend import TransformersBackend, plan_blocks
 
 DTYPES = {
@@ -51,7 +52,7 @@ def _num_blocks(
         model.name,
         shape,
         num_layers=model.layers or shape.get_text_config(decoder=True).num_hidden_layers,
-        dtype_bytes=dtype.itemsize,
+        dtype_bytes=cache_dtype(dtype, torch.device(device)).itemsize,
         block_tokens=config.kv.block_tokens,
         kv_bytes=config.kv.bytes,
         free_bytes=_free_bytes(device),

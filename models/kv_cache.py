@@ -12,6 +12,7 @@ kernel gives a row the same bits whatever rows are computed with it: 4 to 32 que
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
@@ -79,13 +80,22 @@ class KVCache:
         self.dtype = cache_dtype(dtype, device)
         self.device = device
         shape = (num_slots + (LENGTH_STEP if self.fixed_shapes else 0), heads, head_size)
-        # Zeros, not garbage: a masked position must be finite to count for nothing.
-        self.keys = [torch.zeros(shape, dtype=self.dtype, device=device) for _ in range(num_layers)]
-        self.values = [torch.zeros(shape, dtype=self.dtype, device=device) for _ in range(num_layers)]
+        self.keys = [_zeros(shape, self.dtype, device) for _ in range(num_layers)]
+        self.values = [_zeros(shape, self.dtype, device) for _ in range(num_layers)]
 
     def read_len(self, end: int) -> int:
         """How many positions attention reads for a sequence of `end`."""
         return -(-end // LENGTH_STEP) * LENGTH_STEP if self.fixed_shapes else end
+
+
+def _zeros(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros, not garbage: a masked position must be finite to count for nothing.
+
+    On a CPU the memory is taken from the system page by page as it is written; torch's own zeros would take it all.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(shape, dtype=np.float64 if dtype == torch.float64 else np.float32))
 
 
 def cache_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:

@@ -1,6 +1,8 @@
 """The layout of packed rows: every position is read where it was written, whatever order its blocks have."""
 
 import itertools
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,3 +36,14 @@ def test_any_block_order_and_length(block_ids: list[int], end: int, data: st.Dat
     start = data.draw(st.integers(0, end - 1))
     wanted = [block * BLOCK_TOKENS + offset for block in block_ids for offset in range(BLOCK_TOKENS)][:end]
     assert read_slots(block_ids, start, end) == (wanted, wanted[start:])
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="only Linux says how much memory a process has")
+def test_room_that_nobody_wrote_to_takes_no_memory() -> None:
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = resident_bytes()
+    cache = KVCache(1, 2**19, 4, 64, torch.bfloat16, CPU)  # 1 GiB, in float32
+    assert float(cache.keys[0][-1].abs().sum()) == 0.0
+    assert resident_bytes() - before < 2**26
