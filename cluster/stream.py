@@ -218,9 +218,8 @@ class Stream:
             else:
                 self.break_off(f"read failed: {first_line(error)}")
         except asyncio.CancelledError:
-            self.break_off(
-                self._close_reason or "cancelled by peer"
-            )  # gRPC cancels a pending read when the call ends from the other side
+            # gRPC cancels a pending read when the call ends from the other side.
+            self.break_off(self._close_reason or "cancelled by peer")
             raise
         except Exception:
             logger.exception("stream %s/%s: handler failed", self.peer.role, self.peer.id)

