@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import linear
 
 NUM_ROWS = {torch.float32: 16, torch.bfloat16: 64, torch.float16: 64}
-"""A few rows cost the reading of the weights; how many more are as cheap depends on the processor's units for the format.
+"""A few rows cost the reading of the weights; how many are as cheap depends on the processor's units for the format.
 `python -m benchmarks.engine` measures it.
 """
 
