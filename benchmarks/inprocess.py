@@ -32,6 +32,7 @@ from router.planning import RouterSettings
 from router.service import RouterCore
 
 TICK_S = 0.05
+STOP_S = 30.0
 AUTO = Speculation()
 Lose = Callable[[str, Message], bool]
 
@@ -70,6 +71,7 @@ class InProcessCluster:
         self.coordinator = CoordinatorCore(tuple(backends))
         self.router = RouterCore(settings, self, generation=1)
         self.engines = {name: Engine(backend, self._deliver_of(name)) for name, backend in backends.items()}
+        self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
         self._route(self.coordinator.router_connected("router", time.monotonic()))
@@ -90,7 +92,8 @@ class InProcessCluster:
             backend.num_blocks,
             engine.profile(),
         )
-        threading.Thread(target=engine.run, name=name, daemon=True).start()
+        self._threads.append(threading.Thread(target=engine.run, name=name, daemon=True))
+        self._threads[-1].start()
         self._route(self.coordinator.on_replica(name, Register(info, ()), time.monotonic()))
         self.router.replica_connected(name)
 
@@ -104,6 +107,9 @@ class InProcessCluster:
         await self.router.close()
         for engine in self.engines.values():
             engine.stop()
+        for thread in self._threads:  # a forward still running delivers to this loop: it must not close before
+            await asyncio.to_thread(thread.join, STOP_S)
+            assert not thread.is_alive(), f"the engine of {thread.name} did not stop within {STOP_S} s"
 
     async def generate(
         self,

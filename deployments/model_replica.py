@@ -67,10 +67,11 @@ class ModelReplica:
         """How many sequences the engine holds now."""
         answer: asyncio.Future[int] = self._loop.create_future()
 
-        def count() -> None:
-            self._loop.call_soon_threadsafe(answer.set_result, len(self._engine.held()))
+        def tell(held: int) -> None:
+            if not answer.done():
+                answer.set_result(held)
 
-        self._engine.control(count)
+        self._engine.control(lambda: self._loop.call_soon_threadsafe(tell, len(self._engine.held())))
         async with asyncio.timeout(CONTROL_S):
             return await answer
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import secrets
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -174,6 +175,14 @@ async def test_every_holder_ends_at_the_committed_length_and_frees_it() -> None:
         async with asyncio.timeout(5.0):
             while any(engine.held() for engine in cluster.engines.values()):  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
+
+
+async def test_no_engine_outlives_its_cluster() -> None:
+    slow = {"slow": EmulatedBackend("slow", 1, EmulateSpec(150.0, 1.0), 256)}
+    async with running(slow) as cluster:
+        async for _ in cluster.stream(PROMPTS[0], GREEDY, 50, (256,), Speculation("off")):
+            break
+    assert "slow" not in [thread.name for thread in threading.enumerate()]
 
 
 @pytest.fixture(scope="module")
