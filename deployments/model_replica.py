@@ -71,7 +71,10 @@ class ModelReplica:
             if not answer.done():
                 answer.set_result(held)
 
-        self._engine.control(lambda: self._loop.call_soon_threadsafe(tell, len(self._engine.held())))
+        def count() -> None:
+            self._loop.call_soon_threadsafe(tell, len(self._engine.held()))
+
+        self._engine.control(count)
         async with asyncio.timeout(CONTROL_S):
             return await answer
 
