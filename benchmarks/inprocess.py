@@ -18,6 +18,7 @@ from kvstate.protocol import (
     Delivered,
     Failed,
     FinishReason,
+    Logprobs,
     Message,
     OpenRequest,
     Register,
@@ -48,6 +49,7 @@ class Output:
     """`arrived_s[i]`: when the i-th part came; `parts[i]`: its number of tokens."""
 
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
     parts: list[int] = field(default_factory=list)
     arrived_s: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -119,11 +121,13 @@ class InProcessCluster:
         stop_ids: Sequence[int] = (),
         speculation: Speculation = AUTO,
         deadline_s: float = 120.0,
+        logprobs: int = -1,
     ) -> Output:
         """One request to its end. Raises RequestFailed."""
         output = Output()
-        async for part in self.stream(prompt, sampling, max_tokens, stop_ids, speculation, deadline_s):
+        async for part in self.stream(prompt, sampling, max_tokens, stop_ids, speculation, deadline_s, logprobs):
             output.tokens.extend(part.tokens)
+            output.logprobs.extend(part.logprobs)
             output.parts.append(len(part.tokens))
             output.arrived_s.append(time.monotonic())
             output.finish_reason, output.metrics = part.finish_reason, part.metrics
@@ -137,11 +141,12 @@ class InProcessCluster:
         stop_ids: Sequence[int],
         speculation: Speculation,
         deadline_s: float = 120.0,
+        logprobs: int = -1,
     ) -> AsyncIterator[Delivered]:
         request_id = str(next(self._ids))
         inbox = self._inboxes[request_id] = asyncio.Queue()
         request = OpenRequest(
-            request_id, tuple(prompt), sampling, max_tokens, tuple(stop_ids), deadline_s, (), speculation
+            request_id, tuple(prompt), sampling, max_tokens, tuple(stop_ids), deadline_s, (), speculation, logprobs
         )
         self.router.on_ingress("test", request)
         try:

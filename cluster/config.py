@@ -148,6 +148,7 @@ class KVConfig(Section):
     memory_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 0.6
     block_tokens: Count = 16
     lease_s: Positive = 30.0
+    prefix_cache: bool = True
 
 
 class HttpConfig(Section):

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 
 from deployments.choices import ChoicePieces
 from deployments.completions import Piece
+from deployments.logprobs import Entry, LogprobWriter
 from deployments.openai_api import ApiError, Generation
 from kvstate.protocol import FinishReason, OpenRequest, SpecMetrics
+from models.tokenizer import Tokenizer
 
 
 def spec_metrics(metrics: SpecMetrics) -> dict[str, object]:
@@ -34,39 +36,49 @@ def spec_metrics(metrics: SpecMetrics) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How one answer is written: chat or plain completion, whole or in chunks."""
+    """How one answer is written: chat or plain completion, whole or in chunks. `echo` stands before each text."""
 
     id: str
     created: int
     model: str
     is_chat: bool
+    echo: str = ""
 
     @classmethod
-    def new(cls, model: str, is_chat: bool) -> "Shape":
+    def new(cls, model: str, is_chat: bool, echo: str = "") -> "Shape":
         prefix = "chatcmpl-" if is_chat else "cmpl-"
-        return cls(prefix + secrets.token_hex(12), int(time.time()), model, is_chat)
+        return cls(prefix + secrets.token_hex(12), int(time.time()), model, is_chat, echo)
 
-    def chunk(self, index: int, text: str, reason: FinishReason | None, first: bool) -> dict[str, object]:
-        choice: dict[str, object] = {"index": index, "finish_reason": reason, "logprobs": None}
+    def chunk(
+        self, index: int, text: str, reason: FinishReason | None, first: bool, logprobs: dict[str, object] | None
+    ) -> dict[str, object]:
+        choice: dict[str, object] = {"index": index, "finish_reason": reason, "logprobs": logprobs}
         if self.is_chat:
             choice["delta"] = ({"role": "assistant"} if first else {}) | ({"content": text} if text or first else {})
         else:
-            choice["text"] = text
+            choice["text"] = self.echo + text if first else text
         return self._head("chat.completion.chunk" if self.is_chat else "text_completion") | {"choices": [choice]}
 
     def usage_chunk(self, usage: dict[str, int]) -> dict[str, object]:
         head = self._head("chat.completion.chunk" if self.is_chat else "text_completion")
         return head | {"choices": [], "usage": usage}
 
-    def whole(self, choices: Sequence[tuple[str, FinishReason | None]], usage: dict[str, int]) -> dict[str, object]:
-        """`choices`: text and reason of each."""
+    def whole(
+        self,
+        choices: Sequence[tuple[str, FinishReason | None, dict[str, object] | None]],
+        usage: dict[str, int],
+    ) -> dict[str, object]:
+        """`choices`: text, reason and log-probabilities of each."""
         shaped = [self._choice(index, *choice) for index, choice in enumerate(choices)]
         head = self._head("chat.completion" if self.is_chat else "text_completion")
         return head | {"choices": shaped, "usage": usage}
 
-    def _choice(self, index: int, text: str, reason: FinishReason | None) -> dict[str, object]:
-        choice: dict[str, object] = {"index": index, "finish_reason": reason, "logprobs": None}
-        return choice | ({"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text})
+    def _choice(
+        self, index: int, text: str, reason: FinishReason | None, logprobs: dict[str, object] | None
+    ) -> dict[str, object]:
+        choice: dict[str, object] = {"index": index, "finish_reason": reason, "logprobs": logprobs}
+        shown = {"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": self.echo + text}
+        return choice | shown
 
     def _head(self, kind: str) -> dict[str, object]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
@@ -77,42 +89,55 @@ def usage_of(message: OpenRequest, output_len: int) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": output_len, "total_tokens": prompt + output_len}
 
 
-async def whole_answer(parts: ChoicePieces, shape: Shape, body: Generation, message: OpenRequest) -> dict[str, object]:
-    texts, lasts = [""] * body.n, [Piece("", 0)] * body.n
-    async with aclosing(parts):
-        async for index, piece in parts:
-            texts[index] += piece.text
-            lasts[index] = piece
-    reasons = [last.finish_reason for last in lasts]
-    usage = usage_of(message, sum(last.output_len for last in lasts))
-    answer = shape.whole(list(zip(texts, reasons, strict=True)), usage)
-    counted = [last.metrics for last in lasts if last.metrics is not None]
-    if body.include_spec_metrics and counted:
-        answer["metrics"] = spec_metrics(summed(counted))
-    return answer
+class Writer:
+    """Writes one answer to `body`, whose choices come in pieces."""
 
+    def __init__(self, shape: Shape, body: Generation, message: OpenRequest, tokenizer: Tokenizer) -> None:
+        self._shape, self._body, self._message = shape, body, message
+        self._logprobs = [LogprobWriter(tokenizer, shape.is_chat) for _ in range(body.n)]
+        self._output_lens: dict[int, int] = {}
 
-async def events(
-    first: tuple[int, Piece], parts: ChoicePieces, shape: Shape, body: Generation, message: OpenRequest
-) -> AsyncIterator[str]:
-    """One event per commit; an error after the first token is an event too."""
-    output_lens: dict[int, int] = {}
-
-    def event(index: int, piece: Piece) -> str:
-        is_first, output_lens[index] = index not in output_lens, piece.output_len
-        return _event(_chunk(index, piece, shape, body, is_first))
-
-    async with aclosing(parts):
-        yield event(*first)
-        try:
+    async def whole(self, parts: ChoicePieces) -> dict[str, object]:
+        texts, lasts = [""] * self._body.n, [Piece("", 0)] * self._body.n
+        entries: list[list[Entry]] = [[] for _ in texts]
+        async with aclosing(parts):
             async for index, piece in parts:
-                yield event(index, piece)
-        except ApiError as error:
-            yield _event(error.body())
-            return
-    if body.stream_options is not None and body.stream_options.include_usage:
-        yield _event(shape.usage_chunk(usage_of(message, sum(output_lens.values()))))
-    yield "data: [DONE]\n\n"
+                texts[index] += piece.text
+                entries[index].extend(piece.logprobs)
+                lasts[index] = piece
+        reasons = [last.finish_reason for last in lasts]
+        logprobs = [self._written(index, found) for index, found in enumerate(entries)]
+        usage = usage_of(self._message, sum(last.output_len for last in lasts))
+        answer = self._shape.whole(list(zip(texts, reasons, logprobs, strict=True)), usage)
+        counted = [last.metrics for last in lasts if last.metrics is not None]
+        if self._body.include_spec_metrics and counted:
+            answer["metrics"] = spec_metrics(summed(counted))
+        return answer
+
+    async def events(self, first: tuple[int, Piece], parts: ChoicePieces) -> AsyncIterator[str]:
+        """One event per commit; an error after the first token is an event too."""
+        async with aclosing(parts):
+            yield self._chunk(*first)
+            try:
+                async for index, piece in parts:
+                    yield self._chunk(index, piece)
+            except ApiError as error:
+                yield _event(error.body())
+                return
+        if self._body.stream_options is not None and self._body.stream_options.include_usage:
+            yield _event(self._shape.usage_chunk(usage_of(self._message, sum(self._output_lens.values()))))
+        yield "data: [DONE]\n\n"
+
+    def _chunk(self, index: int, piece: Piece) -> str:
+        is_first, self._output_lens[index] = index not in self._output_lens, piece.output_len
+        logprobs = self._written(index, piece.logprobs)
+        chunk = self._shape.chunk(index, piece.text, piece.finish_reason, is_first, logprobs)
+        if self._body.include_spec_metrics and piece.metrics is not None:
+            chunk["metrics"] = spec_metrics(piece.metrics)
+        return _event(chunk)
+
+    def _written(self, index: int, entries: Sequence[Entry]) -> dict[str, object] | None:
+        return self._logprobs[index].write(entries) if self._body.num_logprobs >= 0 else None
 
 
 def summed(counts: Sequence[SpecMetrics]) -> SpecMetrics:
@@ -126,13 +151,6 @@ def summed(counts: Sequence[SpecMetrics]) -> SpecMetrics:
         most_draft_tokens=max(c.most_draft_tokens for c in counts),
         chain=counts[0].chain,
     )
-
-
-def _chunk(index: int, piece: Piece, shape: Shape, body: Generation, is_first: bool) -> dict[str, object]:
-    chunk = shape.chunk(index, piece.text, piece.finish_reason, is_first)
-    if body.include_spec_metrics and piece.metrics is not None:
-        chunk["metrics"] = spec_metrics(piece.metrics)
-    return chunk
 
 
 def _event(data: Mapping[str, object]) -> str:

@@ -8,18 +8,22 @@ from dataclasses import dataclass
 from cluster.config import AppConfig
 from deployments.openai_api import ApiError, ChatBody, CompletionBody, Generation
 from deployments.router_link import RouterLink
-from kvstate.protocol import FinishReason, OpenRequest, Sampling, SpecMetrics, Speculation
+from kvstate.protocol import FinishReason, Logprobs, OpenRequest, Sampling, SpecMetrics, Speculation
 from models.tokenizer import IncrementalDetokenizer, Tokenizer, TokenizerError
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text that a commit completed, and how many output tokens there are in all. The last has the reason."""
+    """Text that a commit completed, and how many output tokens there are in all. The last has the reason.
+
+    `logprobs`: of the newly counted tokens, where they were asked for.
+    """
 
     text: str
     output_len: int
     finish_reason: FinishReason | None = None
     metrics: SpecMetrics | None = None
+    logprobs: tuple[tuple[int, Logprobs], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +60,14 @@ class Translator:
         speculation = Speculation(wish.mode, tuple(wish.chain), tuple(wish.windows))
         stops = frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else self.tokenizer.stop_ids)
         sampling, stop_ids = self._sampling(body, stops), tuple(sorted(stops))
-        return OpenRequest("", tuple(prompt), sampling, wanted or rest, stop_ids, http.deadline_s, (), speculation)
+        limits = (wanted or rest, stop_ids, http.deadline_s)
+        return OpenRequest("", tuple(prompt), sampling, *limits, (), speculation, body.num_logprobs)
+
+    def echo(self, body: Generation) -> str:
+        """What an answer repeats of its prompt."""
+        if not isinstance(body, CompletionBody) or not body.echo:
+            return ""
+        return body.prompt if isinstance(body.prompt, str) else self.tokenizer.decode(body.prompt)
 
     def _sampling(self, body: Generation, stops: frozenset[int]) -> Sampling:
         return Sampling(
@@ -134,12 +145,14 @@ async def pieces(link: RouterLink, message: OpenRequest, cutter: TextCutter) -> 
     async with aclosing(link.generate(message)) as parts:
         async for part in parts:
             ended, was_cut = part.finish_reason is not None, cutter.is_cut
+            known = cutter.num_tokens
             text = "" if was_cut else cutter.push(part.tokens, ended)
             if cutter.is_cut and not was_cut and not ended:
                 link.cut(message, cutter.num_tokens)
+            logprobs = tuple(zip(part.tokens, part.logprobs, strict=False))[: cutter.num_tokens - known]
             if cutter.is_cut and ended:
-                yield Piece(text, cutter.num_tokens, FinishReason.STOP, part.metrics)
+                yield Piece(text, cutter.num_tokens, FinishReason.STOP, part.metrics, logprobs)
             elif not was_cut:
-                yield Piece(text, cutter.num_tokens, part.finish_reason, part.metrics)
+                yield Piece(text, cutter.num_tokens, part.finish_reason, part.metrics, logprobs)
             if ended:
                 return

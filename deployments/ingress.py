@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 
 from cluster.config import config_hash, parse_config
 from cluster.dialer import Dialer
-from deployments.answers import Shape, events, whole_answer
+from deployments.answers import Shape, Writer
 from deployments.backends import build_tokenizer, context_len, vocabulary_len
 from deployments.choices import choices_of, merged
 from deployments.completions import TextCutter, Translator, pieces
@@ -116,8 +116,9 @@ class Ingress:
         self._authorize(request)
         body = parse_body(await self._read(request), kind, self._config)
         message = self._translator.open_request(body)
-        shape = Shape.new(self._config.served_model_id, kind is ChatBody)
         tokenizer = self._translator.tokenizer
+        shape = Shape.new(self._config.served_model_id, kind is ChatBody, self._translator.echo(body))
+        writer = Writer(shape, body, message, tokenizer)
         parts = merged(
             [
                 pieces(self._link, choice, TextCutter(tokenizer, body.stops, body.min_tokens))
@@ -125,9 +126,9 @@ class Ingress:
             ]
         )
         if not body.stream:
-            return JSONResponse(await whole_answer(parts, shape, body, message))
+            return JSONResponse(await writer.whole(parts))
         first = await anext(parts)  # errors before the first token are plain HTTP errors
-        return StreamingResponse(events(first, parts, shape, body, message), media_type="text/event-stream")
+        return StreamingResponse(writer.events(first, parts), media_type="text/event-stream")
 
     async def _read(self, request: Request) -> bytes:
         """The body, but never much more of it than is allowed."""

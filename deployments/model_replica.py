@@ -43,7 +43,9 @@ class ModelReplica:
         self._is_target = config.target.name == model
         self._loop = asyncio.get_running_loop()
         self._backend = await asyncio.to_thread(build_backend, config, model)
-        self._engine = Engine(self._backend, self._deliver, lease_s=config.kv.lease_s)
+        self._engine = Engine(
+            self._backend, self._deliver, lease_s=config.kv.lease_s, prefix_cache=config.kv.prefix_cache
+        )
         profile = await asyncio.to_thread(self._engine.profile)
         self._thread = threading.Thread(target=self._engine.run, name="engine", daemon=True)
         self._thread.start()

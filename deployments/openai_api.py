@@ -15,12 +15,10 @@ NOT_SERVED = frozenset(
     {
         "audio",
         "best_of",
-        "echo",
         "function_call",
         "functions",
         "grammar",
         "guided_json",
-        "logprobs",
         "metadata",
         "modalities",
         "parallel_tool_calls",
@@ -32,14 +30,12 @@ NOT_SERVED = frozenset(
         "suffix",
         "tool_choice",
         "tools",
-        "top_logprobs",
         "verbosity",
         "web_search_options",
     }
 )
 NEUTRAL: dict[str, object] = {
     "best_of": 1,
-    "echo": False,
     "logprobs": False,
     "response_format": {"type": "text"},
     "tools": [],
@@ -50,6 +46,7 @@ TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_e
 MOST_WINDOW = 1024
 MOST_STOPS = 64
 MOST_CHOICES = 16
+MOST_LOGPROBS = 20
 MOST_ID = 2**31 - 1
 
 B = TypeVar("B", bound="Generation")
@@ -136,22 +133,39 @@ class Generation(Body):
     def wanted_tokens(self) -> int | None:
         return self.max_tokens
 
+    @property
+    def num_logprobs(self) -> int:
+        """How many likeliest tokens are stated beside each output token's log-probability; −1: none at all."""
+        return -1
+
 
 class ChatBody(Generation):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
 
     @property
     def wanted_tokens(self) -> int | None:
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
+    @property
+    def num_logprobs(self) -> int:
+        return (self.top_logprobs or 0) if self.logprobs else -1
+
 
 class CompletionBody(Generation):
     prompt: str | list[Annotated[int, Field(ge=0)]]
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    echo: bool = False
 
     @property
     def wanted_tokens(self) -> int | None:
         return 16 if self.max_tokens is None else self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int:
+        return -1 if self.logprobs is None else self.logprobs
 
 
 def parse_body(raw: bytes, kind: type[B], config: AppConfig) -> B:
@@ -173,6 +187,7 @@ def parse_body(raw: bytes, kind: type[B], config: AppConfig) -> B:
             404, f"the model {body.model!r} does not exist; this server has {config.served_model_id!r}", "model"
         )
     _check_speculation(body.speculation, config)
+    _check_combinations(body)
     return body
 
 
@@ -205,6 +220,13 @@ def _place(location: Sequence[int | str], data: Any, kind: str) -> str:
             continue
         place.append(str(part))
     return ".".join(place)
+
+
+def _check_combinations(body: Generation) -> None:
+    if isinstance(body, ChatBody) and body.top_logprobs is not None and not body.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
+    if isinstance(body, CompletionBody) and body.echo and body.logprobs is not None:
+        raise ApiError(400, "echo with logprobs is not supported: the prompt's are not computed", "echo")
 
 
 def _check_speculation(wish: SpeculationBody, config: AppConfig) -> None:

@@ -9,8 +9,8 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from cluster.config import AppConfig, TransformersModel
 from cluster.preflight import available_cpus
-from models.kv_cache import cache_dtype
-from models.transformers_backend import TransformersBackend, plan_blocks
+from models.kv_cache import KVCache, uses_kernels
+from models.transformers_backend import TransformersBackend, kv_shape, plan_blocks
 
 DTYPES = {
     "float64": torch.float64,
@@ -48,11 +48,12 @@ def build(config: AppConfig, model: TransformersModel, folder: Path) -> Transfor
 def _num_blocks(
     config: AppConfig, model: TransformersModel, shape: PreTrainedConfig, dtype: torch.dtype, device: str
 ) -> int:
+    in_kernels = uses_kernels(config.kv.block_tokens, kv_shape(shape)[1], dtype, torch.device(device))
     return plan_blocks(
         model.name,
         shape,
         num_layers=model.layers or shape.get_text_config(decoder=True).num_hidden_layers,
-        dtype_bytes=cache_dtype(dtype, torch.device(device)).itemsize,
+        dtype_bytes=KVCache.itemsize if in_kernels else dtype.itemsize,
         block_tokens=config.kv.block_tokens,
         kv_bytes=config.kv.bytes,
         free_bytes=_free_bytes(device),

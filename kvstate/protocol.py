@@ -64,6 +64,13 @@ class Sampling(Value, frozen=True):
         return token in self.banned_ids or (output_index < self.min_tokens and token in self.end_ids)
 
 
+class Logprobs(Value, frozen=True):
+    """Log-softmax of the target's raw logits where a token was sampled: that token's, and the likeliest tokens'."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
 class Speculation(Value, frozen=True):
     """A request's wish: `auto` lets the planner choose, `off` is the target alone, `fixed` names chain and windows.
 
@@ -115,8 +122,8 @@ class SpecMetrics(Value, frozen=True):
 class OpenRequest(Message, frozen=True):
     """Start a request, or go on with one whose stream broke: then `delivered` holds the output tokens the client has.
 
-    `max_tokens` counts output from its first token, delivered ones included. `text` is the prompt as text; only request
-    classes read it.
+    `max_tokens` counts output from its first token, delivered ones included. `logprobs`: how many likeliest tokens are
+    stated beside each output token's log-probability; −1 states none at all.
     """
 
     request_id: str
@@ -127,6 +134,7 @@ class OpenRequest(Message, frozen=True):
     deadline_s: float
     delivered: tuple[int, ...] = ()
     speculation: Speculation = Speculation()
+    logprobs: int = -1
 
 
 class CutRequest(Message, frozen=True):
@@ -143,13 +151,17 @@ class CancelRequest(Message, frozen=True):
 
 
 class Delivered(Message, frozen=True):
-    """Newly committed output tokens; `from_index` is the output index of the first. The last one carries the reason."""
+    """Newly committed output tokens; `from_index` is the output index of the first. The last one carries the reason.
+
+    `logprobs`: one per token, where the request asked for them.
+    """
 
     request_id: str
     from_index: int
     tokens: tuple[int, ...]
     finish_reason: FinishReason | None = None
     metrics: SpecMetrics | None = None
+    logprobs: tuple[Logprobs, ...] = ()
 
 
 class Failed(Message, frozen=True):
@@ -281,7 +293,8 @@ class Draft(Message, frozen=True):
 class Check(Message, frozen=True):
     """Compare the last `count` tokens with own samples, keep the equal ones, add the own token after them.
 
-    `count` 0 is a plain decoding step, and the prefill of a new sequence.
+    `count` 0 is a plain decoding step, and the prefill of a new sequence. `logprobs` as in `OpenRequest`; only the
+    target is asked for them.
     """
 
     seq: int
@@ -290,6 +303,7 @@ class Check(Message, frozen=True):
     from_len: int
     tokens: tuple[int, ...]
     count: int
+    logprobs: int = -1
 
 
 class Probe(Message, frozen=True):
@@ -321,7 +335,10 @@ class Drafted(Message, frozen=True):
 
 
 class Verdict(Message, frozen=True):
-    """`num_accepted` of the checked tokens equal own samples; `own_token` is the sample after them."""
+    """`num_accepted` of the checked tokens equal own samples; `own_token` is the sample after them.
+
+    `logprobs`: of the accepted tokens and the own one, if asked for.
+    """
 
     seq: int
     key: Key
@@ -330,6 +347,7 @@ class Verdict(Message, frozen=True):
     committed_len: int
     kv_len: int
     timing: Timing
+    logprobs: tuple[Logprobs, ...] = ()
 
 
 class Probed(Message, frozen=True):

@@ -5,10 +5,18 @@ position p + 1. Letters: R rows in all, S slices (one per sequence), V vocabular
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvstate.protocol import Sampling
+from kvstate.protocol import Logprobs, Sampling
+
+
+@dataclass(slots=True)
+class LogprobSink:
+    """Takes the log-probabilities of each sampled row, in order, with those of the `num_top` likeliest tokens."""
+
+    num_top: int
+    rows: list[Logprobs] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +27,7 @@ class Slice:
     sample_from  rows at positions `sample_from` … `end` − 1 give samples; `end` itself when none does
     prompt_len   how many of the tokens are the prompt
     block_ids    KV blocks of the sequence, enough for `end` positions; position p lives in block_ids[p // block_tokens]
+    logprobs     filled by the forward, where somebody wants them
     """
 
     tokens: Sequence[int]
@@ -28,6 +37,7 @@ class Slice:
     prompt_len: int
     block_ids: Sequence[int]
     sampling: Sampling
+    logprobs: LogprobSink | None = None
 
 
 class Backend(Protocol):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from kvstate.protocol import Logprobs
 from models.backend import Slice
 from models.hashing import ROOT, mix, mix_text, unit
 
@@ -182,7 +183,10 @@ class EmulatedBackend:
             if position >= slice_.sample_from:
                 index = position + 1 - slice_.prompt_len
                 may_end = not slice_.sampling.forbids(EOS, index)
-                samples.append(self._sample(prefix_hash, index if may_end else None, agreement))
+                token = self._sample(prefix_hash, index if may_end else None, agreement)
+                samples.append(token)
+                if slice_.logprobs is not None:
+                    slice_.logprobs.rows.append(Logprobs(0.0, ((token, 0.0),)[: slice_.logprobs.num_top]))
         return samples
 
     def _address(self, block_ids: Sequence[int], position: int) -> int:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from kvstate.allocator import BlockAllocator
+from kvstate.allocator import BlockAllocator, prefix_keys
 from kvstate.protocol import (
     Acked,
     Check,
@@ -45,11 +45,17 @@ Deliver = Callable[[Sequence[tuple[Sender, Message]]], None]
 
 @dataclass(slots=True)
 class Holding:
-    """One sequence on this replica; `heard_s` is when a message last named it."""
+    """One sequence on this replica; `heard_s` is when a message last named it.
+
+    prompt_keys  of the prompt's blocks in the prefix cache. Its last token is left out: every sequence computes one row
+                 at least, and no step samples at an earlier one, so nobody writes into a shared block.
+    """
 
     state: SequenceState
     prompt_len: int
     heard_s: float
+    prompt_keys: Sequence[bytes] = ()
+    published: bool = False
 
 
 @dataclass(slots=True)
@@ -63,6 +69,7 @@ class EngineStats:
     stale_messages: int = 0
     resent_prefixes: int = 0
     expired_sequences: int = 0
+    cached_tokens: int = 0
 
 
 class InboxFull(Exception):
@@ -83,12 +90,14 @@ class Engine:
         *,
         max_rows: int = 256,
         lease_s: float = 30.0,
+        prefix_cache: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._backend = backend
         self._deliver = deliver
         self._max_rows = max_rows
         self._lease_s = lease_s
+        self._prefix_cache = prefix_cache
         self._clock = clock
         self._inbox: deque[tuple[Sender, Message]] = deque()
         self._controls: deque[Callable[[], None]] = deque()
@@ -188,7 +197,9 @@ class Engine:
         assert isinstance(message, Open)
         holding = self._holdings.get(message.seq)
         if holding is None:
-            holding = Holding(SequenceState(message.seq), message.prompt_len, self._clock())
+            prompt = message.tokens[: message.prompt_len - 1]
+            keys = prefix_keys(prompt, self._blocks.block_tokens) if self._prefix_cache else ()
+            holding = Holding(SequenceState(message.seq), message.prompt_len, self._clock(), keys)
             self._holdings[message.seq] = holding
         holding.heard_s = self._clock()
         self._replies.append((sender, apply_open(holding.state, message)))
@@ -207,6 +218,7 @@ class Engine:
 
     def _on_close(self, sender: Sender, message: Message) -> None:
         assert isinstance(message, Close)
+        self._publish_text(message.seq)
         self._forget(message.seq)
         self._replies.append((sender, Closed(message.seq)))
 
@@ -226,12 +238,34 @@ class Engine:
                 self.stats.stale_messages += 1
             case Ready(rolled_back):
                 self._rolled_back(holding.state, rolled_back)
+                self._adopt_prefix(holding)
                 self._add_task(sender, message, holding.state)
 
     def _add_task(self, sender: Sender, step: Step, state: SequenceState) -> None:
         if not isinstance(step, Probe):  # the router no longer waits for an older step of this sequence
             self._tasks = [t for t in self._tasks if t.state is not state or isinstance(t.step, Probe)]
         self._tasks.append(start_task(sender, step, state, self._clock()))
+
+    def _adopt_prefix(self, holding: Holding) -> None:
+        """Begin with what the prefix cache has of the prompt."""
+        state = holding.state
+        if state.kv_len == 0 and holding.prompt_keys and not self._blocks.blocks(state.seq):
+            state.kv_len = self._blocks.adopt(state.seq, holding.prompt_keys) * self._blocks.block_tokens
+            self.stats.cached_tokens += state.kv_len
+
+    def _publish_prompt(self, holding: Holding) -> None:
+        """Once its KV is computed, for sequences that start beside this one."""
+        if not holding.published and holding.state.kv_len >= len(holding.prompt_keys) * self._blocks.block_tokens:
+            self._blocks.publish(holding.state.seq, holding.prompt_keys)
+            holding.published = True
+
+    def _publish_text(self, seq: int) -> None:
+        """All committed blocks of a sequence that ends well: a conversation may go on with them."""
+        holding = self._holdings.get(seq)
+        if self._prefix_cache and holding is not None and self._blocks.blocks(seq):
+            state = holding.state
+            known = state.tokens[: min(state.kv_len, state.committed_len)]
+            self._blocks.publish(seq, prefix_keys(known, self._blocks.block_tokens))
 
     def _forget(self, seq: int) -> None:
         holding = self._holdings.pop(seq, None)
@@ -284,7 +318,7 @@ class Engine:
         assert state.sampling is not None, "a step is served only for a sequence that was opened"
         blocks, prompt_len = self._blocks.blocks(state.seq), self._holdings[state.seq].prompt_len
         sample_from = min(end, task.next_sample)
-        return Slice(state.tokens, task.start, end, sample_from, prompt_len, blocks, state.sampling)
+        return Slice(state.tokens, task.start, end, sample_from, prompt_len, blocks, state.sampling, task.logprobs)
 
     def _make_room(self, seq: int, num_tokens: int, in_batch: set[int]) -> bool:
         """Blocks for `num_tokens` positions, taken from sequences outside the batch if need be.
@@ -326,6 +360,7 @@ class Engine:
         for (task, slice_), sampled in zip(batch, samples, strict=True):
             task.took_part(rows, len(batch), busy_s)
             task.take(slice_.end, sampled)
+            self._publish_prompt(self._holdings[task.state.seq])
             if slice_.end < task.rows_end or continue_draft(task, self._backend.end_ids, self._backend.context_len):
                 continue
             self._tasks.remove(task)

@@ -1,94 +1,84 @@
-"""The forward of Llama-like decoders for packed rows: fused projections, products with fixed row counts, our attention.
+"""The forward of Llama-like decoders on a CPU: products of torch, and kernels of our own between them.
 
 Serves the architectures whose layers are RMS norm, attention with rotary positions, RMS norm and a gated MLP; for all
 others `lean_decoder` returns None, and the model's own code runs. models/transformers_backend.py compares both at load.
-Letters: R rows, C hidden size, H query heads, G key/value heads, D head size, V vocabulary.
+Between products all is float32, whatever the weights are. Letters: R rows, C hidden size, D head size, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from torch.linalg import vector_norm
-from torch.nn.functional import embedding, silu
+from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
-from models.products import Product
-from models.quantized import Int4Product, Int8Product
+from models.kernels.elementwise import rms_norm, silu_gate
+from models.kernels.layer import add_and_norm, attention_step
+from models.kv_cache import KVCache, Pack
+from models.quantized import PRODUCTS, AnyProduct
 
 MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-AnyProduct = Product | Int8Product | Int4Product
-PRODUCTS: dict[str, type[AnyProduct]] = {"none": Product, "int8": Int8Product, "int4": Int4Product}
-Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float, int | None], torch.Tensor]
-"""(layer, q [R, H, D], k [R, G, D], v [R, G, D], scaling, sliding window) → [R, H, D]; stores k and v."""
-
-
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """RMS norm over the last dimension, its scale in float32 or better; torch's own takes more operations."""
-
-    weight: torch.Tensor
-    epsilon: float
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        norm = vector_norm(x, dim=-1, keepdim=True, dtype=wide)
-        scale = norm.square().div_(x.shape[-1]).add_(self.epsilon).rsqrt_()
-        normed: torch.Tensor = (x * scale).to(x.dtype) * self.weight
-        return normed
+Floats = npt.NDArray[np.float32]
+NOTHING: Floats = np.empty(0, np.float32)
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """`head_norms`: of each query and each key head, where the model has them."""
+    """`query_norm` and `key_norm` [D] are empty where heads are not normed; `window` is 0 where a row sees all."""
 
-    before_attention: Norm
+    before_attention: Floats
     qkv: AnyProduct
-    head_norms: tuple[Norm, Norm] | None
+    query_norm: Floats
+    key_norm: Floats
     out: AnyProduct
-    before_mlp: Norm
+    before_mlp: Floats
     gate_up: AnyProduct
     down: AnyProduct
-    scaling: float
-    window: int | None
+    scaling: np.float32
+    window: int
 
 
 class LeanDecoder:
     """Made by `lean_decoder`."""
 
-    def __init__(self, model: PreTrainedModel, heads: int, kv_heads: int, head_size: int, quantization: str) -> None:
+    def __init__(self, model: PreTrainedModel, quantization: str) -> None:
         decoder: Any = model.get_decoder()
-        self._heads, self._kv_heads, self._head_size = heads, kv_heads, head_size
-        self._embedding: torch.Tensor = decoder.embed_tokens.weight
+        head: Any = model.get_output_embeddings()
+        self._embedding: torch.Tensor = decoder.embed_tokens.weight.detach()
         self._rotary: Any = decoder.rotary_emb
         self._layers = [_layer(layer, quantization) for layer in decoder.layers]
-        self._norm = _norm(decoder.norm)
-        head: Any = model.get_output_embeddings()
+        self._norms = [layer.before_attention for layer in self._layers] + [_weight(decoder.norm)]
+        self._epsilon = np.float32(getattr(decoder.norm, "variance_epsilon", None) or decoder.norm.eps)
+        self._num_heads = int(model.config.get_text_config(decoder=True).num_attention_heads)
         self._head = PRODUCTS[quantization](head.weight.detach(), head.bias)
 
-    def logits(self, ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """ids, positions [R]; rows `wanted` [W] → [W, V]."""
-        x = embedding(ids, self._embedding)
-        cos, sin = self._rotary(x[None], positions[None])
-        half = self._head_size // 2
-        cos, sin = cos[0, :, None], torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)[:, None]  # [R, 1, D]
-        for index, layer in enumerate(self._layers):
-            q, k, v = self._qkv(layer, x)
-            q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
-            x = x + layer.out(attend(index, q, k, v, layer.scaling, layer.window).flatten(1))
-            gate, up = layer.gate_up(layer.before_mlp(x)).chunk(2, dim=-1)
-            x = x + layer.down(silu(gate) * up)
-        return self._head(self._norm(x[wanted]))
+    def logits(self, ids: Sequence[int], pack: Pack, wanted: Sequence[int], cache: KVCache) -> torch.Tensor:
+        """Token ids [R]; rows `wanted` [W] → [W, V] float32. Stores keys and values of all rows."""
+        x = embedding(torch.tensor(ids), self._embedding).float().numpy()
+        normed = np.empty_like(x)
+        rms_norm(x, self._norms[0], self._epsilon, normed)
+        turns = self._turns(pack)
+        places = (cache.units(pack, self._num_heads), pack.tables, pack.firsts, pack.positions)
+        for index, (layer, next_norm) in enumerate(zip(self._layers, self._norms[1:], strict=True)):
+            qkv = _apply(layer.qkv, normed)
+            attended = np.empty((len(x), layer.out.num_inputs), np.float32)
+            norms = (layer.query_norm, layer.key_norm, self._epsilon)
+            kv = (cache.keys[index], cache.values[index])
+            attention_step(qkv, *norms, *turns, *kv, *places, layer.scaling, layer.window, attended)
+            add_and_norm(x, _apply(layer.out, attended), layer.before_mlp, self._epsilon, normed)
+            gated = np.empty((len(x), layer.down.num_inputs), np.float32)
+            silu_gate(_apply(layer.gate_up, normed), gated)
+            add_and_norm(x, _apply(layer.down, gated), next_norm, self._epsilon, normed)
+        return torch.from_numpy(_apply(self._head, normed[np.asarray(wanted, np.int64)]))
 
-    def _qkv(self, layer: Layer, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[R, H, D], [R, G, D], [R, G, D]."""
-        rows = layer.qkv(layer.before_attention(x)).view(x.shape[0], -1, self._head_size)
-        q, k, v = rows.split((self._heads, self._kv_heads, self._kv_heads), dim=1)
-        if layer.head_norms is not None:
-            q, k = layer.head_norms[0](q), layer.head_norms[1](k)
-        return q, k, v
+    def _turns(self, pack: Pack) -> tuple[Floats, Floats]:
+        """Cosines and sines [R, D / 2] of the rows' positions."""
+        cos, sin = self._rotary(torch.empty(0), torch.from_numpy(pack.positions)[None])
+        half = cos.shape[-1] // 2
+        return cos[0, :, :half].contiguous().numpy(), sin[0, :, :half].contiguous().numpy()
 
 
 def lean_decoder(model: PreTrainedModel, quantization: str = "none") -> LeanDecoder | None:
@@ -97,37 +87,35 @@ def lean_decoder(model: PreTrainedModel, quantization: str = "none") -> LeanDeco
     own_code = type(model).__module__.startswith("transformers.")  # and not code that came with the weights
     if not own_code or text.model_type not in MODEL_TYPES or text.hidden_act != "silu":
         return None
-    head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return LeanDecoder(model, text.num_attention_heads, text.num_key_value_heads, head_size, quantization)
+    return LeanDecoder(model, quantization)
+
+
+def _apply(product: AnyProduct, x: Floats) -> Floats:
+    result: Floats = product(torch.from_numpy(x).to(product.dtype)).float().numpy()
+    return result
 
 
 def _layer(layer: Any, quantization: str) -> Layer:
     attention, mlp = layer.self_attn, layer.mlp
-    fused = partial(_fused, quantization)
+
+    def fused(*parts: torch.nn.Linear) -> AnyProduct:
+        """One product for several that share their input."""
+        bias = None if parts[0].bias is None else torch.cat([part.bias.detach() for part in parts])
+        return PRODUCTS[quantization](torch.cat([part.weight.detach() for part in parts]), bias)
+
+    has_head_norms = hasattr(attention, "q_norm")
     return Layer(
-        before_attention=_norm(layer.input_layernorm),
+        before_attention=_weight(layer.input_layernorm),
         qkv=fused(attention.q_proj, attention.k_proj, attention.v_proj),
-        head_norms=(_norm(attention.q_norm), _norm(attention.k_norm)) if hasattr(attention, "q_norm") else None,
+        query_norm=_weight(attention.q_norm) if has_head_norms else NOTHING,
+        key_norm=_weight(attention.k_norm) if has_head_norms else NOTHING,
         out=fused(attention.o_proj),
-        before_mlp=_norm(layer.post_attention_layernorm),
+        before_mlp=_weight(layer.post_attention_layernorm),
         gate_up=fused(mlp.gate_proj, mlp.up_proj),
         down=fused(mlp.down_proj),
-        scaling=float(attention.scaling),
-        window=_window(attention),
+        scaling=np.float32(attention.scaling),
+        window=_window(attention) or 0,
     )
-
-
-def _fused(quantization: str, *parts: torch.nn.Linear) -> AnyProduct:
-    """One product for several that share their input. The parts' own weights are let go: they become
-    views of it, or nothing where it is quantized.
-    """
-    weight = torch.cat([part.weight.detach() for part in parts])
-    bias = None if parts[0].bias is None else torch.cat([part.bias.detach() for part in parts])
-    kept = weight if quantization == "none" else weight.new_empty(0, weight.shape[1])
-    sizes = [part.weight.shape[0] if quantization == "none" else 0 for part in parts]
-    for part, rows in zip(parts, kept.split(sizes), strict=True):
-        part.weight = torch.nn.Parameter(rows, requires_grad=False)
-    return PRODUCTS[quantization](weight, bias)
 
 
 def _window(attention: Any) -> int | None:
@@ -137,10 +125,6 @@ def _window(attention: Any) -> int | None:
     return window
 
 
-def _norm(norm: Any) -> Norm:
-    return Norm(norm.weight.detach(), float(getattr(norm, "variance_epsilon", None) or norm.eps))
-
-
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary positions of x [R, heads, D]; `sin` has its first half negated."""
-    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
+def _weight(norm: Any) -> Floats:
+    weight: Floats = norm.weight.detach().float().numpy()
+    return weight

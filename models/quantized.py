@@ -6,6 +6,8 @@ give a row the same bits whatever rows are computed with it, so no padding is ne
 
 import torch
 
+from models.products import Product
+
 GROUP = 32
 INT4_OUTPUTS = 16
 """Outputs come in multiples of this."""
@@ -20,6 +22,7 @@ class Int8Product:
         self._weight = (wide / scales[:, None]).round_().clamp_(-127, 127).to(torch.int8)
         self._scales = scales.to(weight.dtype)
         self._bias = bias
+        self.dtype, self.num_inputs = weight.dtype, weight.shape[1]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         out = torch._weight_int8pack_mm(x.contiguous(), self._weight, self._scales)  # noqa: SLF001 - no public name
@@ -40,11 +43,42 @@ class Int4Product:
         self._weight = packed(codes.flatten(1).to(torch.int32), 1)
         self._scales_and_zeros = torch.stack((scales, zeros), dim=-1).transpose(0, 1).contiguous().to(weight.dtype)
         self._bias = bias
+        self.dtype, self.num_inputs = weight.dtype, weight.shape[1]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         multiply = torch.ops.aten._weight_int4pack_mm_for_cpu  # noqa: SLF001 - no public name
         out: torch.Tensor = multiply(x.contiguous(), self._weight, GROUP, self._scales_and_zeros)
         return out if self._bias is None else out + self._bias
+
+
+AnyProduct = Product | Int8Product | Int4Product
+PRODUCTS: dict[str, type[AnyProduct]] = {"none": Product, "int8": Int8Product, "int4": Int4Product}
+
+
+class ProductLinear(torch.nn.Module):
+    """Takes the place of a `torch.nn.Linear` in a model of any architecture."""
+
+    def __init__(self, linear: torch.nn.Linear, quantization: str) -> None:
+        super().__init__()
+        bias = None if linear.bias is None else linear.bias.detach()
+        self._product = PRODUCTS[quantization](linear.weight.detach(), bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[…, K] → […, N]."""
+        out: torch.Tensor = self._product(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
+        return out
+
+
+def replace_linears(model: torch.nn.Module, quantization: str) -> None:
+    """All linear layers, the head's included."""
+    found = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, torch.nn.Linear)
+    ]
+    for parent, name, child in found:
+        setattr(parent, name, ProductLinear(child, quantization))
 
 
 def why_not(quantization: str, weights: list[torch.Tensor]) -> str | None:

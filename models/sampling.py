@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from msgspec.structs import replace
 
-from kvstate.protocol import Sampling
+from kvstate.protocol import Logprobs, Sampling
 from models import noise
 from models.processing import NEUTRAL, Row, process
 
@@ -43,6 +43,21 @@ def sample(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
         for index, row in enumerate(rows)
     ]
     return [int(token) for token in torch.stack(chosen).tolist()]
+
+
+def logprobs(logits: torch.Tensor, tokens: Sequence[int], num_top: int) -> list[Logprobs]:
+    """Of the token of each row of raw `logits` [R, V], and of the `num_top` likeliest; of equals the lower ids."""
+    scores = torch.log_softmax(logits.double() if logits.dtype == torch.float64 else logits.float(), dim=-1)
+    found = scores[torch.arange(len(tokens)), torch.tensor(tokens, dtype=torch.long)].tolist()
+    tops: list[tuple[tuple[int, float], ...]] = [()] * len(tokens)
+    if num_top > 0 and tokens:
+        ids = torch.stack([_top_k(row, min(num_top, row.shape[0])) for row in scores])
+        tops = [_by_score(*pair) for pair in zip(ids.tolist(), scores.gather(1, ids).tolist(), strict=True)]
+    return [Logprobs(value, top) for value, top in zip(found, tops, strict=True)]
+
+
+def _by_score(ids: Sequence[int], scores: Sequence[float]) -> tuple[tuple[int, float], ...]:
+    return tuple(sorted(zip(ids, scores, strict=True), key=lambda pair: -pair[1]))
 
 
 def _is_plain(sampling: Sampling) -> bool:

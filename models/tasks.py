@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from kvstate.protocol import Check, Draft, Drafted, Probe, Probed, Step, StepReply, Timing, Verdict
 from kvstate.sequence import SequenceState
+from models.backend import LogprobSink
 
 
 @dataclass(slots=True)
@@ -25,6 +26,7 @@ class Task:
     next_sample: int
     rows_end: int
     samples: list[int | None] = field(default_factory=list)
+    logprobs: LogprobSink | None = None
     batches: int = 0
     rows: int = 0
     sequences: int = 0
@@ -60,18 +62,19 @@ class Task:
 
 def start_task(sender: object, step: Step, state: SequenceState, now_s: float) -> Task:
     """The task of a step that `accept_step` found ready."""
-    num_tokens = len(state.tokens)
+    num_tokens, sink = len(state.tokens), None
     match step:
         case Draft(count=0):
             next_sample = rows_end = num_tokens
         case Draft():
             next_sample, rows_end = num_tokens - 1, num_tokens
-        case Check(count=count):
+        case Check(count=count, logprobs=num_top):
             next_sample, rows_end = num_tokens - 1 - count, num_tokens
+            sink = LogprobSink(num_top) if num_top >= 0 else None
         case Probe(count=count, committed_len=committed_len):
             next_sample, rows_end = committed_len - 1 - count, committed_len - 1
     assert next_sample >= 0, step
-    return Task(sender, step, state, now_s, next_sample, rows_end)
+    return Task(sender, step, state, now_s, next_sample, rows_end, logprobs=sink)
 
 
 def is_overtaken(task: Task) -> bool:
@@ -128,4 +131,5 @@ def _verdict(task: Task, step: Check) -> tuple[Verdict, int]:
     state.kv_len -= dropped
     state.tokens[kept:] = [own_token]
     lengths = (state.committed_len, state.kv_len)
-    return Verdict(state.seq, step.key, num_accepted, own_token, *lengths, task.timing()), dropped
+    logprobs = () if task.logprobs is None else tuple(task.logprobs.rows[: num_accepted + 1])
+    return Verdict(state.seq, step.key, num_accepted, own_token, *lengths, task.timing(), logprobs), dropped

@@ -5,6 +5,7 @@ A *fingerprint* names what the ids of a vocabulary mean; models of one chain mus
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,6 +36,10 @@ class Tokenizer(Protocol):
         """Text of the ids without special tokens; U+FFFD for bytes that are no character."""
         ...
 
+    def token_bytes(self, token: int) -> bytes:
+        """What one token adds to a text, which may be part of a character; a special token's name."""
+        ...
+
 
 class HubTokenizer:
     """The tokenizer saved in a model's folder."""
@@ -48,6 +53,7 @@ class HubTokenizer:
         own = self._tokenizer.eos_token_id
         self.stop_ids = read_end_ids(folder) | (frozenset() if own is None else frozenset({own}))
         self.vocabulary = read_fingerprint(folder)
+        self._bytes_of = _byte_letters() if _is_byte_level(self._tokenizer) else {}
 
     def encode(self, text: str) -> list[int]:
         return self._with_one_bos(self._ids(text, add_special_tokens=True))
@@ -67,6 +73,17 @@ class HubTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
+
+    def token_bytes(self, token: int) -> bytes:
+        name: str | None = self._tokenizer.convert_ids_to_tokens(token)
+        if name is None:
+            return b""
+        if token in self._tokenizer.all_special_ids:
+            return name.encode()
+        if self._bytes_of and set(name) <= self._bytes_of.keys():
+            return bytes(self._bytes_of[letter] for letter in name)
+        single = re.fullmatch("<0x([0-9A-F]{2})>", name)
+        return bytes.fromhex(single[1]) if single else name.replace("▁", " ").encode()
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
@@ -99,6 +116,9 @@ class ByteTokenizer:
 
     def render_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         return self.encode("\n".join(message["content"] for message in messages))
+
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token]) if token < self.END_ID else b""
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(token for token in ids if token < self.END_ID).decode(errors="replace")
@@ -141,6 +161,19 @@ class IncrementalDetokenizer:
     def _advance(self) -> None:
         if self._waiting:
             self._shown, self._waiting = self._waiting, []
+
+
+def _is_byte_level(tokenizer: Any) -> bool:
+    """Whether its tokens are written in one letter per byte, as GPT-2's are."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return backend is not None and "ByteLevel" in json.dumps(json.loads(backend.to_str())["decoder"])
+
+
+def _byte_letters() -> dict[str, int]:
+    """Letter → byte of GPT-2's vocabulary: bytes that print stand for themselves, the others for 256, 257, …"""
+    printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printed]
+    return {chr(byte): byte for byte in printed} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 def fingerprint(vocabulary: Mapping[str, int]) -> str:

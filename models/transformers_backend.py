@@ -7,20 +7,20 @@ when loaded (`UnsupportedModel`).
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numba
 import torch
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from kvstate.protocol import Sampling
 from models.backend import Slice
-from models.kv_cache import KVCache, Pack, pack_rows, paged_attention
+from models.kv_cache import Attention, KVCache, Pack, make_cache, pack_rows
 from models.lean_decoder import LeanDecoder, lean_decoder
 from models.processing import Row
-from models.quantized import why_not
-from models.sampling import sample
+from models.quantized import replace_linears, why_not
+from models.sampling import logprobs, sample
 from models.tokenizer import read_end_ids, read_fingerprint
 
 log = logging.getLogger(__name__)
@@ -86,16 +86,16 @@ class TransformersBackend:
         self._model = _shortened(folder.name, model, layers).to(torch.device(device)).eval()  # type: ignore[arg-type]
         self._device = torch.device(device)
         text = config.get_text_config(decoder=True)
-        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         self._num_layers = len(self._model.get_decoder().layers)
         self.num_blocks = num_blocks()
-        self._cache = KVCache(self._num_layers, self.num_blocks * block_tokens, heads, head_size, dtype, self._device)
+        sizes = (self._num_layers, self.num_blocks, block_tokens, *kv_shape(config))
+        self._cache = make_cache(*sizes, dtype, self._device)
         self.vocabulary = read_fingerprint(folder)
         self._vocab_size = int(text.vocab_size)
         self.context_len = int(text.max_position_embeddings)
         self.end_ids = read_end_ids(folder)
         self.block_tokens = block_tokens
+        self._kernel_threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
         self._lean: LeanDecoder | None = None
         self._probe(folder.name, quantization)
 
@@ -109,36 +109,48 @@ class TransformersBackend:
         """See `Backend.forward`. One forward, one sampling pass over all sampled rows."""
         if not slices:
             return []
-        pack = pack_rows(slices, self.block_tokens, self._cache)
+        numba.set_num_threads(self._kernel_threads)  # numba counts for each calling thread by itself
+        pack = pack_rows(slices)
         # An id beyond this vocabulary, from a drafter with a larger one, equals no sample: any row in its place does.
         last_id = self._vocab_size - 1
         ids = [min(token, last_id) for s in slices for token in s.tokens[s.start : s.end]]
-        positions = [position for s in slices for position in range(s.start, s.end)]
         wanted = [
-            rows.first + position - rows.start
-            for s, rows in zip(slices, pack.sequences, strict=True)
+            first + position - s.start
+            for s, first in zip(slices, pack.firsts, strict=False)
             for position in range(s.sample_from, s.end)
         ]
-        logits = self._logits(ids, positions, wanted, pack)
+        logits = self._logits(ids, wanted, pack)
         rows = [
             Row(position + 1, s.sampling, s.tokens, s.prompt_len)
             for s in slices
             for position in range(s.sample_from, s.end)
         ]
-        samples = iter(sample(logits, rows))
-        return [[next(samples) for _ in range(s.sample_from, s.end)] for s in slices]
+        tokens = sample(logits, rows)
+        first, samples = 0, list[list[int | None]]()
+        for s in slices:
+            last = first + s.end - s.sample_from
+            samples.append([*tokens[first:last]])
+            if s.logprobs is not None:
+                s.logprobs.rows.extend(logprobs(logits[first:last], tokens[first:last], s.logprobs.num_top))
+            first = last
+        return samples
 
-    def _logits(self, ids: list[int], positions: list[int], wanted: list[int], pack: Pack) -> torch.Tensor:
+    def _logits(self, ids: list[int], wanted: list[int], pack: Pack) -> torch.Tensor:
         """[len(wanted), V]."""
         if self._lean is not None:
-            rows, places, kept = self._tensors(ids, positions, wanted)
-            return self._lean.logits(rows, places, kept, partial(paged_attention, pack))
+            assert isinstance(self._cache, KVCache), "the lean forward has kernels of its own"
+            return self._lean.logits(ids, pack, wanted, self._cache)
         # Rows of padding are computed at position 0 and never stored or attended.
         padding = [0] * (LEAST_ROWS - len(ids))
         keep = wanted + [wanted[-1] if wanted else 0] * (LEAST_ROWS - len(wanted))
-        rows, places, kept = self._tensors(ids + padding, positions + padding, keep)
+        rows, places, kept = self._tensors(ids + padding, pack.positions.tolist() + padding, keep)
         output = self._model(
-            input_ids=rows[None], position_ids=places[None], use_cache=False, logits_to_keep=kept, pack=pack
+            input_ids=rows[None],
+            position_ids=places[None],
+            use_cache=False,
+            logits_to_keep=kept,
+            pack=pack,
+            paged=self._cache,
         )
         logits: torch.Tensor = output.logits[0, : len(wanted)]
         return logits
@@ -150,30 +162,50 @@ class TransformersBackend:
     def _probe(self, name: str, quantization: str) -> None:
         """Every layer must have called our attention exactly once, else a mixer of another kind is inside.
 
-        The lean forward takes over if it gives the same logits, to the rounding of the model's own numbers.
+        On a CPU the products are then replaced by kernels, or the whole forward by the lean one, if that gives the
+        same logits to the rounding of the model's own numbers.
         """
-        ids, wanted = list(range(PROBE_ROWS)), list(range(PROBE_ROWS))
-        pack = self._probe_pack()
-        general = self._logits(ids, wanted, wanted, pack)
+        pack, general = self._probed()
         if pack.calls != dict.fromkeys(range(self._num_layers), 1):
             raise UnsupportedModel(name, "not every layer runs attention exactly once, so its state cannot roll back")
-        reason = why_not(quantization, [m.weight for m in self._model.modules() if isinstance(m, torch.nn.Linear)])
-        if reason is not None:
-            raise UnsupportedModel(name, reason)
+        inside = [m.weight for m in self._model.get_decoder().modules() if isinstance(m, torch.nn.Linear)]
+        reason = why_not(quantization, inside)
+        if reason is None and isinstance(self._cache, KVCache):
+            self._use_kernels(name, quantization, general)
+        elif quantization != "none":
+            blocks = "needs kv.block_tokens and a head size in multiples of 16"
+            raise UnsupportedModel(name, reason or f"quantization: {quantization} {blocks}")
+
+    def _use_kernels(self, name: str, quantization: str, general: torch.Tensor) -> None:
+        """The lean forward where there is one for the architecture, else the model's own with the kernels' products.
+
+        Unquantized it must give the `general` logits, to the rounding of the model's numbers.
+        """
         self._lean = lean_decoder(self._model, quantization)
-        if quantization != "none" and self._lean is None:
-            raise UnsupportedModel(name, f"quantization: {quantization} is not supported for its architecture")
-        if quantization == "none" and self._lean is not None:
-            lean = self._logits(ids, wanted, wanted, self._probe_pack())
+        if self._lean is not None and quantization == "none":
+            _, lean = self._probed()
             difference = float((lean.double() - general.double()).std() / (general.double().std() + 1e-9))
             if difference > PROBE_TOLERANCE[general.dtype]:
                 log.warning("%s: its own forward is used, the lean one differs by %.2g", name, difference)
                 self._lean = None
+        if self._lean is None:
+            replace_linears(self._model, quantization)
+        else:
+            del self._model  # its weights are in the lean one's panels
 
-    def _probe_pack(self) -> Pack:
+    def _probed(self) -> tuple[Pack, torch.Tensor]:
+        """Logits after tokens from all over the vocabulary; its first ones are often special, and round badly."""
+        tokens = [self._vocab_size * (2 * i + 1) // (2 * PROBE_ROWS) for i in range(PROBE_ROWS)]
         blocks = list(range(-(-PROBE_ROWS // self.block_tokens)))
-        probe = Slice(list(range(PROBE_ROWS)), 0, PROBE_ROWS, 0, PROBE_ROWS, blocks, Sampling())
-        return pack_rows([probe], self.block_tokens, self._cache)
+        pack = pack_rows([Slice(tokens, 0, PROBE_ROWS, 0, PROBE_ROWS, blocks, Sampling())])
+        return pack, self._logits(tokens, list(range(PROBE_ROWS)), pack)
+
+
+def kv_shape(config: PreTrainedConfig) -> tuple[int, int]:
+    """(key/value heads, head size)."""
+    text = config.get_text_config(decoder=True)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    return int(heads), int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
 
 
 def plan_blocks(
@@ -192,8 +224,7 @@ def plan_blocks(
     `most_sequences` full contexts could fill. Raises UnsupportedModel where that is not one block.
     """
     text = config.get_text_config(decoder=True)
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    heads, head_size = kv_shape(config)
     block_bytes = 2 * num_layers * heads * head_size * dtype_bytes * block_tokens
     useful = most_sequences * -(-int(text.max_position_embeddings) // block_tokens)
     if kv_bytes is not None:
@@ -215,6 +246,7 @@ def _attend(
     *,
     scaling: float,
     pack: Pack,
+    paged: Attention,
     sliding_window: int | None = None,
     **keywords: object,
 ) -> tuple[torch.Tensor, None]:
@@ -225,8 +257,9 @@ def _attend(
         names = ", ".join(sorted(changing))
         raise UnsupportedModel(type(module).__name__, f"its attention is changed by {names}, which is not supported")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
+    pack.calls[layer] = pack.calls.get(layer, 0) + 1
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
-    return paged_attention(pack, layer, q, k, v, scaling, sliding_window)[None], None
+    return paged.attend(pack, layer, q, k, v, scaling, sliding_window)[None], None
 
 
 def _refuse_unservable(name: str, config: PreTrainedConfig) -> None:
@@ -244,6 +277,8 @@ def _shortened(name: str, model: PreTrainedModel, layers: int | None) -> PreTrai
     if not getattr(model, "_supports_attention_backend", False):
         raise UnsupportedModel(name, "its architecture does not let its attention be replaced")
     decoder = model.get_decoder()
+    if not hasattr(decoder, "layers"):
+        raise UnsupportedModel(name, "its decoder does not keep its layers as a list named `layers`")
     if layers is None:
         return model
     if not 1 <= layers <= len(decoder.layers):

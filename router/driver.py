@@ -10,9 +10,23 @@ Nothing here knows Ray, sockets or tensors: steps go through `StepCalls`, plans 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
-from kvstate.protocol import Check, Draft, Drafted, FinishReason, Need, Open, Probe, Probed, Step, Timing, Verdict
+from kvstate.protocol import (
+    Check,
+    Draft,
+    Drafted,
+    FinishReason,
+    Logprobs,
+    Need,
+    Open,
+    Probe,
+    Probed,
+    Step,
+    Timing,
+    Verdict,
+)
 from router.links import Outbound, ReplicaLost, StepCalls
 from router.planner import Plan
 from router.sequence import Holder, Limits, RunningSequence, TargetCounts
@@ -45,6 +59,7 @@ class Commit:
 
     tokens: list[int]
     finish_reason: FinishReason | None
+    logprobs: tuple[Logprobs, ...] = ()
 
 
 class RoundDriver:
@@ -70,6 +85,7 @@ class RoundDriver:
         self._observer = observer
         self._clock = clock
         self._step_timeout_s = step_timeout_s
+        self._logprobs: tuple[Logprobs, ...] = ()  # of the target's last verdict
 
     async def prefill(self, target: str, drafters: Sequence[str]) -> Commit:
         """The target's first token; drafters prefill beside it and are not waited for. Every holder is opened."""
@@ -163,10 +179,13 @@ class RoundDriver:
         checked = held[level] if held else []
         tokens = self._context(held, level)
         is_target = level == max(len(held) - 1, 0)
-        reply = await self._step(model, "check", lambda holder: self._check(holder, tokens, len(checked)), is_target)
+        logprobs = self.sequence.logprobs if is_target else -1
+        make = partial(self._check, tokens=tokens, count=len(checked), logprobs=logprobs)
+        reply = await self._step(model, "check", make, is_target)
         assert isinstance(reply, Verdict), reply
         if is_target:
             self.counts.add(len(checked), reply.num_accepted)
+            self._logprobs = reply.logprobs
         if lower is not None:
             self._observer.checked(lower, model, len(checked), reply.num_accepted)
         return [*checked[: reply.num_accepted], reply.own_token]
@@ -178,7 +197,7 @@ class RoundDriver:
     def _commit(self, verified: Sequence[int]) -> Commit:
         kept, reason = self._limits.cut(self.sequence.output_len, verified)
         self.sequence.tokens.extend(kept)
-        return Commit(kept, reason)
+        return Commit(kept, reason, self._logprobs[: len(kept)])
 
     # ---------------------------------------------------------------------------------------------------- one step
 
@@ -219,9 +238,9 @@ class RoundDriver:
         s = self.sequence
         return Draft(s.seq, s.next_key(), len(s.tokens), holder.acked_len, self._from(holder, held), count)
 
-    def _check(self, holder: Holder, held: Sequence[int], count: int) -> Check:
+    def _check(self, holder: Holder, tokens: Sequence[int], count: int, logprobs: int) -> Check:
         s = self.sequence
-        return Check(s.seq, s.next_key(), len(s.tokens), holder.acked_len, self._from(holder, held), count)
+        return Check(s.seq, s.next_key(), len(s.tokens), holder.acked_len, self._from(holder, tokens), count, logprobs)
 
     def _from(self, holder: Holder, held: Sequence[int]) -> tuple[int, ...]:
         return (*self.sequence.tokens[holder.acked_len :], *held)

@@ -21,13 +21,17 @@ class Holder:
 
 @dataclass(slots=True)
 class RunningSequence:
-    """`tokens`: prompt and committed output. `holders` by model name; a lost one is taken out."""
+    """`tokens`: prompt and committed output. `holders` by model name; a lost one is taken out.
+
+    `logprobs` as in `OpenRequest`.
+    """
 
     seq: int
     tokens: list[int]
     prompt_len: int
     sampling: Sampling
     holders: dict[str, Holder]
+    logprobs: int = -1
     epoch: int = 0
     step: int = 0
 

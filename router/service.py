@@ -260,7 +260,7 @@ class RouterCore:
             raise Refused(answer.code, answer.refusal, RETRY_AFTER_S if answer.code != 400 else None)
         holders = {model: Holder(model, replica_id) for model, replica_id in answer.holders.items()}
         tokens = [*message.prompt, *request.output]
-        return RunningSequence(seq, tokens, len(message.prompt), message.sampling, holders)
+        return RunningSequence(seq, tokens, len(message.prompt), message.sampling, holders, message.logprobs)
 
     async def _until_connected(self, replica_id: str) -> None:
         """A replica can be admitted to before the stream to it is open. Raises TargetLost when it stays shut."""
@@ -322,7 +322,8 @@ class RouterCore:
         self.stats.committed_tokens += len(commit.tokens)
         metrics = self._metrics(request) if commit.finish_reason is not None else None
         tokens = tuple(commit.tokens)
-        delivered = Delivered(request.message.request_id, from_index, tokens, commit.finish_reason, metrics)
+        request_id, reason = request.message.request_id, commit.finish_reason
+        delivered = Delivered(request_id, from_index, tokens, reason, metrics, commit.logprobs)
         self._outbound.to_ingress(request.ingress_id, delivered)
         self._outbound.to_coordinator(Committed(sequence.seq, sequence.epoch, from_len, tokens))
 

@@ -207,9 +207,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def real(folder: Path) -> dict[str, Backend]:
+def real(folder: Path, num_blocks: int = 64) -> dict[str, Backend]:
     def load(layers: int) -> TransformersBackend:
-        return TransformersBackend(folder, dtype=torch.float64, device="cpu", num_blocks=lambda: 64, layers=layers)
+        dtype = torch.float64
+        return TransformersBackend(folder, dtype=dtype, device="cpu", num_blocks=lambda: num_blocks, layers=layers)
 
     target = load(4)
     return {"n": NgramBackend(target.vocabulary, target.end_ids, 256), "a": load(3), "t": target}
@@ -278,3 +279,57 @@ async def test_a_seeded_text_is_the_same_alone_and_among_others(tiny: Path, chai
         assert outputs[0].tokens[:40] == alone.tokens
         assert len({tuple(output.tokens) for output in outputs}) == len(outputs)
         assert cluster.engines["t"].stats.most_sequences_in_forward > 1
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.9, top_k=5, seed=3, repetition_penalty=1.3)])
+async def test_case_9_logprobs_are_the_targets_over_its_raw_logits(tiny: Path, sampling: Sampling) -> None:
+    model = LlamaForCausalLM.from_pretrained(tiny, dtype=torch.float64).eval()
+    prompt = [3, 4, 5, 3, 4, 5, 3, 4]
+    async with running(real(tiny)) as cluster:
+        for chain in REAL_CHAINS:
+            output = await cluster.generate(prompt, sampling, 30, (1,), fixed(chain), logprobs=3)
+            with torch.inference_mode():
+                logits = model(torch.tensor([prompt + output.tokens])).logits[0, len(prompt) - 1 : -1]
+            wanted = torch.log_softmax(logits, dim=-1)
+            assert len(output.logprobs) == len(output.tokens)
+            for row, token, given in zip(wanted, output.tokens, output.logprobs, strict=True):
+                assert given.logprob == pytest.approx(float(row[token]), abs=1e-6)
+                assert [t for t, _ in given.top] == row.topk(3).indices.tolist()
+                assert [value for _, value in given.top] == pytest.approx(row.topk(3).values.tolist(), abs=1e-6)
+
+
+async def nothing_held(cluster: InProcessCluster) -> None:
+    async with asyncio.timeout(10.0):
+        while any(engine.held() for engine in cluster.engines.values()):  # noqa: ASYNC110 - cores have no event for it
+            await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("chain", [("a", "t"), ("n", "a", "t")])
+async def test_a_known_prefix_is_not_computed_again_and_changes_nothing(tiny: Path, chain: tuple[str, ...]) -> None:
+    prompt = [2 + i * i % 61 for i in range(50)]
+    async with running(real(tiny)) as cluster:
+        stats = cluster.engines["t"].stats
+        first = await cluster.generate(prompt, GREEDY, 30, (1,), fixed(chain))
+        await nothing_held(cluster)
+        assert stats.cached_tokens == 0
+        again = await cluster.generate(prompt, GREEDY, 30, (1,), fixed(chain))
+        assert stats.cached_tokens == 48
+        assert again.tokens == first.tokens == independent(tiny, prompt, 30)
+        assert chain[0] == "n" or again.metrics == first.metrics  # case 15; n-grams learn from what they have seen
+        strict_prefix = await cluster.generate(prompt[:48], GREEDY, 30, (1,), fixed(chain))
+        assert stats.cached_tokens == 48 + 32  # its last token is computed, to sample from
+        assert strict_prefix.tokens == independent(tiny, prompt[:48], 30)
+        await nothing_held(cluster)
+        next_turn = [*prompt, *first.tokens, 3, 4]
+        answer = await cluster.generate(next_turn, GREEDY, 30, (1,), fixed(chain))
+        assert stats.cached_tokens == 48 + 32 + (len(prompt) + len(first.tokens) - 1) // 16 * 16
+        assert answer.tokens == independent(tiny, next_turn, 30)
+
+
+async def test_prompts_that_push_one_another_out_of_little_room_keep_their_texts(tiny: Path) -> None:
+    prompts = [[2 + (i * i + shift) % 61 for i in range(20 + shift)] for shift in (0, 5, 5, 11, 0, 5)]
+    async with running(real(tiny, num_blocks=9)) as cluster:
+        for _ in range(2):
+            many = [cluster.generate(p, GREEDY, 30, (1,), fixed(("a", "t"))) for p in prompts]
+            assert [o.tokens for o in await asyncio.gather(*many)] == [independent(tiny, p, 30) for p in prompts]
+        assert cluster.engines["t"].stats.cached_tokens > 0

@@ -1,5 +1,6 @@
 """The whole app on a Ray of its own: emulated models, real actors, sockets and HTTP."""
 
+import json
 import os
 import signal
 import socket
@@ -98,6 +99,24 @@ def test_text_is_the_targets_own_whatever_drafts(app: App) -> None:
         assert answer["usage"]["completion_tokens"] == 40
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_stand_beside_every_token_that_is_counted(app: App, stream: bool) -> None:
+    body = {"model": app.config.name, "prompt": PROMPT, "max_tokens": 12, "logprobs": 2, "speculation": FIXED}
+    if stream:
+        lines = app.http.post("/v1/completions", json=body | {"stream": True}).text.splitlines()
+        chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    else:
+        chunks = [app.http.post("/v1/completions", json=body).json()]
+    columns = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    assert "".join(token for c in columns for token in c["tokens"]) == reference(12)
+    assert [logprob for c in columns for logprob in c["token_logprobs"]] == [0.0] * 12  # a point mass, by contract
+    assert [offset for c in columns for offset in c["text_offset"]] == list(range(12))
+
+
+def test_echo_puts_the_prompt_before_the_text(app: App) -> None:
+    assert app.complete(max_tokens=5, echo=True)["choices"][0]["text"] == PROMPT + reference(5)
+
+
 def test_spec_metrics_count_at_the_target(app: App) -> None:
     answer = app.complete(max_tokens=40, speculation=FIXED, include_spec_metrics=True)
     counts = answer["metrics"]["speculative_decoding"]
@@ -186,7 +205,8 @@ def test_case_2_a_stop_string_cuts_text_and_usage(app: App, stream: bool) -> Non
         ({"n": 0}, 400, "n"),
         ({"n": 17}, 400, "n"),
         ({"repetition_penalty": 0}, 400, "repetition_penalty"),
-        ({"logprobs": 3}, 400, "logprobs"),
+        ({"logprobs": 21}, 400, "logprobs"),
+        ({"logprobs": 1, "echo": True}, 400, "echo"),
         ({"max_token": 3}, 400, "max_token"),
         ({"speculation": {"mode": "fixed", "chain": ["m9", "m70b"]}}, 400, "speculation.chain"),
         ({"speculation": {"modus": "off"}}, 400, "speculation.modus"),

@@ -29,7 +29,7 @@ def test_values_that_ask_for_nothing_are_taken(fields: dict[str, Any]) -> None:
     assert completion(**fields) == completion(stop="") or completion(**fields) == completion()
 
 
-@pytest.mark.parametrize(("name", "value"), [("logprobs", 0), ("echo", True), ("best_of", 2), ("suffix", "x")])
+@pytest.mark.parametrize(("name", "value"), [("tools", [{}]), ("best_of", 2), ("suffix", "x")])
 def test_a_field_that_is_not_served_is_named(name: str, value: object) -> None:
     with pytest.raises(ApiError, match="not supported yet") as caught:
         completion(**{name: value})
@@ -64,3 +64,21 @@ def test_numbers_that_no_frame_can_carry_are_refused(fields: dict[str, Any], par
     with pytest.raises(ApiError) as caught:
         completion(**fields)
     assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def test_how_many_logprobs_are_wanted() -> None:
+    messages = [{"role": "user", "content": "x"}]
+
+    def chat_with(**fields: Any) -> ChatBody:
+        body = {"model": CONFIG.served_model_id, "messages": messages, **fields}
+        return parse_body(json.dumps(body).encode(), ChatBody, CONFIG)
+
+    assert [chat_with(**f).num_logprobs for f in ({}, {"logprobs": True}, {"logprobs": True, "top_logprobs": 4})] == [
+        -1,
+        0,
+        4,
+    ]
+    assert [completion(**f).num_logprobs for f in ({}, {"logprobs": 0}, {"logprobs": 5})] == [-1, 0, 5]
+    with pytest.raises(ApiError, match="needs logprobs") as caught:
+        chat_with(top_logprobs=2)
+    assert caught.value.param == "top_logprobs"

@@ -299,7 +299,9 @@ def test_short_steps_pass_a_long_prefill() -> None:
     replica = Replica(max_rows=8)
     replica.send(opening(1), check(1, 1, PROMPT, len(PROMPT)))
     text = [*PROMPT, *target_text(PROMPT, 1)]
-    replica.engine.submit("router", [opening(2), check(2, 1, PROMPT, len(PROMPT)), check(1, 2, text, len(PROMPT))])
+    other = PROMPT[::-1]  # not in the prefix cache
+    opened = [opening(2, other), check(2, 1, other, len(other))]
+    replica.engine.submit("router", [*opened, check(1, 2, text, len(PROMPT))])
     replica.engine.step()
     assert [(type(reply), getattr(reply, "seq", None)) for _, reply in replica.delivered[-2:]] == [
         (Opened, 2),
@@ -348,12 +350,13 @@ def test_evicted_sequences_are_computed_again_with_the_same_samples() -> None:
 
 def test_longest_unheard_sequence_is_evicted() -> None:
     replica = Replica(num_blocks=12)
+    prompts = {seq: PROMPT[seq : seq + 20] for seq in (1, 2, 3)}
     for seq in (1, 2):
         replica.clock.now_s += 1.0
-        replica.send(opening(seq, PROMPT[:20]), check(seq, 1, PROMPT[:20], 20))
+        replica.send(opening(seq, prompts[seq]), check(seq, 1, prompts[seq], 20))
     replica.clock.now_s += 1.0
-    replica.send(opening(1, PROMPT[:20]))  # heard of again: now 2 is the older one
-    replica.send(opening(3, PROMPT[:20]), check(3, 1, PROMPT[:20], 20))
+    replica.send(opening(1, prompts[1]))  # heard of again: now 2 is the older one
+    replica.send(opening(3, prompts[3]), check(3, 1, prompts[3], 20))
     assert replica.engine.report().dropped == (2,)
     assert [replica.lengths(seq) for seq in (1, 2, 3)] == [(20, 20), (20, 0), (20, 20)]
 

@@ -1,5 +1,6 @@
 """Quantized products: close to the full ones, and exactly the codes' own arithmetic."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,7 @@ def test_a_row_has_the_same_bits_in_any_block(kind: type[Int8Product] | type[Int
 
 def load(folder: Path, quantization: str, dtype: torch.dtype = torch.bfloat16) -> TransformersBackend:
     return TransformersBackend(
-        folder, dtype=dtype, device="cpu", num_blocks=lambda: 32, block_tokens=8, quantization=quantization
+        folder, dtype=dtype, device="cpu", num_blocks=lambda: 32, block_tokens=16, quantization=quantization
     )
 
 
@@ -70,6 +71,19 @@ def test_what_cannot_be_quantized_is_named(tmp_path: Path) -> None:
         load(tmp_path / "llama", "int4")
     with pytest.raises(UnsupportedModel, match="needs dtype float32, bfloat16 or float16"):
         load(tmp_path / "llama", "int8", torch.float64)
-    save(tmp_path / "gemma", transformers.GemmaConfig(**SIZES))
-    with pytest.raises(UnsupportedModel, match="int8 is not supported for its architecture"):
-        load(tmp_path / "gemma", "int8")
+    save(tmp_path / "gpt2", transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=128, n_positions=64))
+    with pytest.raises(UnsupportedModel, match="does not keep its layers"):
+        load(tmp_path / "gpt2", "int8")
+
+
+@pytest.mark.parametrize("config", [transformers.GemmaConfig, transformers.PhiConfig])
+def test_models_of_other_architectures_are_quantized_too(
+    config: Callable[..., transformers.PreTrainedConfig], tmp_path: Path
+) -> None:
+    save(tmp_path, config(**SIZES))
+    text = torch.randint(0, 128, (60,), generator=torch.Generator().manual_seed(3)).tolist()
+    rows = Slice(text, 0, 60, 0, 60, list(range(8)), Sampling())
+    backends = [load(tmp_path, quantization) for quantization in ("none", "int8")]
+    assert not any(backend.is_lean for backend in backends)
+    full, int8 = (backend.forward([rows])[0] for backend in backends)
+    assert sum(a == b for a, b in zip(full, int8, strict=True)) > 30

@@ -12,10 +12,9 @@ import transformers
 
 from kvstate.protocol import Sampling
 from models.backend import Slice
-from models.kv_cache import KVCache, pack_rows, paged_attention
+from models.kv_cache import KVCache, pack_rows
 from models.lean_decoder import LeanDecoder, lean_decoder
 
-CPU = torch.device("cpu")
 BLOCK_TOKENS = 16
 NUM_BLOCKS = 256
 SIZES: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 512}
@@ -24,35 +23,40 @@ SIZES: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 9, "num_
 class Decoder:
     """A lean decoder over a cache of its own; `blocks` of two sequences, one of them scattered."""
 
-    blocks = (list(range(70)), [200, *range(70, 133)])
+    blocks = (list(range(140)), [200, *range(140, 190)])
 
-    def __init__(self, lean: LeanDecoder, dtype: torch.dtype) -> None:
+    def __init__(self, lean: LeanDecoder) -> None:
         self._lean = lean
-        self._cache = KVCache(2, NUM_BLOCKS * BLOCK_TOKENS, 3, 64, dtype, CPU)
+        self._cache = KVCache(2, NUM_BLOCKS, BLOCK_TOKENS, 3, 64)
 
     @torch.inference_mode()
     def logits(self, *spans: tuple[int, list[int], int, int]) -> list[torch.Tensor]:
         """Of each (sequence, text, start, end): logits of its rows, in one forward."""
         slices = [Slice(text, a, b, a, b, self.blocks[seq], Sampling()) for seq, text, a, b in spans]
-        pack = pack_rows(slices, BLOCK_TOKENS, self._cache)
-        ids = torch.tensor([token for _, text, a, b in spans for token in text[a:b]])
-        positions = torch.tensor([position for _, _, a, b in spans for position in range(a, b)])
-        attend = partial(paged_attention, pack)
-        rows = self._lean.logits(ids, positions, torch.arange(len(ids)), attend)
+        ids = [token for _, text, a, b in spans for token in text[a:b]]
+        rows = self._lean.logits(ids, pack_rows(slices), range(len(ids)), self._cache)
         return list(rows.split([b - a for _, _, a, b in spans]))
 
 
-@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+KINDS = {
+    "float32": (torch.float32, "none"),
+    "bfloat16": (torch.bfloat16, "none"),
+    "int8": (torch.bfloat16, "int8"),
+    "int4": (torch.bfloat16, "int4"),
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def make(request: pytest.FixtureRequest) -> partial[Decoder]:
     torch.manual_seed(5)
+    dtype, quantization = KINDS[request.param]
     config = transformers.LlamaConfig(hidden_size=576, intermediate_size=1536, max_position_embeddings=2048, **SIZES)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=request.param)
-    lean = lean_decoder(model)
+    lean = lean_decoder(transformers.AutoModelForCausalLM.from_config(config, dtype=dtype), quantization)
     assert lean is not None
-    return partial(Decoder, lean, request.param)
+    return partial(Decoder, lean)
 
 
-@pytest.mark.parametrize("start", [1, 500, 1000])
+@pytest.mark.parametrize("start", [1, 500, 1984])
 def test_blocks_of_2_to_64_rows_equal_one_row_at_a_time(make: partial[Decoder], start: int) -> None:
     text = torch.randint(0, 512, (start + 64,), generator=torch.Generator().manual_seed(start)).tolist()
     one, blocks = make(), make()

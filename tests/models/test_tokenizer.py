@@ -92,3 +92,11 @@ def test_half_a_surrogate_pair_is_the_requests_fault(hub: HubTokenizer, text: st
             tokenizer.encode(text)
         with pytest.raises(TokenizerError, match="no valid Unicode"):
             tokenizer.render_chat([{"role": "user", "content": text}])
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_bytes_of_all_tokens_are_the_bytes_of_the_text(hub: HubTokenizer, text: str) -> None:
+    for tokenizer in (hub, ByteTokenizer()):
+        ids = [token for token in tokenizer.encode(text) if token not in {0, 1} or tokenizer is not hub]
+        assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode()
+    assert (hub.token_bytes(0), hub.token_bytes(10**6)) == (b"<s>", b"")
