@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import transformers
-from torch.nn.functional import linear
 
 from kvstate.protocol import Sampling
 from models.backend import Slice
@@ -24,9 +23,10 @@ from models.weights import prepare
 
 CONTEXT = 300
 BLOCK_TOKENS = 16
-SHAPES = ((1, 1), (4, 1), (8, 1), (16, 1), (32, 1), (1, 8), (256, 1))
+SHAPES = ((1, 1), (2, 1), (4, 1), (8, 1), (16, 1), (32, 1), (1, 12), (256, 1))
 """(rows per sequence, sequences); the last is a prefill without context."""
-ROW_COUNTS = (1, 8, 16, 32, 64, 256)
+BITS = {"transformers": None, "none": None, "int8": 8, "int4": 5}
+"""Of a weight, with its share of scales; None: those of the dtype."""
 
 
 def slices_of(num_rows: int, num_sequences: int) -> list[Slice]:
@@ -79,8 +79,8 @@ def _ms(call: Callable[[], None]) -> float:
 
 
 def print_forwards(folder: Path, dtype: torch.dtype, repeats: int) -> None:
-    kinds = ("none", "int8", "int4") if dtype == torch.bfloat16 else ("none",)
-    blocks = 8 * -(-(CONTEXT + 64) // BLOCK_TOKENS)
+    kinds = _kinds(dtype)
+    blocks = 12 * -(-(CONTEXT + 64) // BLOCK_TOKENS)
     load = partial(TransformersBackend, folder, dtype=dtype, device="cpu", num_blocks=lambda: blocks)
     runs = {"transformers": eager(folder, dtype), **{kind: served(load(quantization=kind)) for kind in kinds}}
     print(f"\n{dtype}, median ms of a forward: rows × sequences, {', '.join(runs)} (ratio to transformers)")
@@ -93,20 +93,23 @@ def print_forwards(folder: Path, dtype: torch.dtype, repeats: int) -> None:
         print(f"{shape[0]:>4} × {shape[1]}: " + ", ".join(["–"] * (peer is None) + shown), flush=True)
 
 
-def print_products(folder: Path, dtype: torch.dtype, repeats: int) -> None:
-    """All products of the decoder layers, with so many rows; what `models.products.NUM_ROWS` is chosen by."""
+def print_bounds(folder: Path, dtype: torch.dtype, repeats: int) -> None:
+    """How long reading the weights once takes: no forward of one row can be faster."""
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    weights = [m.weight for m in model.get_decoder().layers.modules() if isinstance(m, torch.nn.Linear)]
+    num_weights = sum(weight.numel() for weight in model.parameters())  # a head that shares its weights counts once
+    read = torch.ones(64 * 2**20)
+    [ms] = median_ms([lambda: float(read.sum())], repeats)  # type: ignore[list-item]
+    bytes_per_ms = read.numel() * read.element_size() / ms
+    shown = [
+        f"{kind} {num_weights * (bits or 8 * dtype.itemsize) / 8 / bytes_per_ms:.1f}"
+        for kind, bits in BITS.items()
+        if kind in _kinds(dtype)
+    ]
+    print(f"\n{dtype}: memory gives {bytes_per_ms / 1e6:.1f} GB/s, so reading the weights takes ms: {', '.join(shown)}")
 
-    @torch.inference_mode()
-    def run(num_rows: int) -> None:
-        inputs = {weight.shape[1]: torch.ones(num_rows, weight.shape[1], dtype=dtype) for weight in weights}
-        for weight in weights:
-            linear(inputs[weight.shape[1]], weight)
 
-    found = median_ms((partial(run, count) for count in ROW_COUNTS), repeats)
-    shown = ", ".join(f"{count} rows {ms:.1f}" for count, ms in zip(ROW_COUNTS, found, strict=True))
-    print(f"\n{dtype}, median ms of all products of the layers: {shown}", flush=True)
+def _kinds(dtype: torch.dtype) -> tuple[str, ...]:
+    return ("none", "int8", "int4") if dtype == torch.bfloat16 else ("none",)
 
 
 def main() -> None:
@@ -122,7 +125,7 @@ def main() -> None:
     folder = prepare(arguments.source, None)
     for name in arguments.dtypes:
         dtype: torch.dtype = getattr(torch, name)
-        print_products(folder, dtype, arguments.repeats)
+        print_bounds(folder, dtype, arguments.repeats)
         print_forwards(folder, dtype, arguments.repeats)
 
 

@@ -138,6 +138,7 @@ class EmulatedBackend:
 
     vocabulary = VOCABULARY
     end_ids = frozenset({EOS})
+    wide_group = 0
 
     def __init__(
         self,

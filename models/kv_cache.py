@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from models.backend import Slice
+from models.backend import Slice, shareable_len
 from models.kernels.attention import TILE, attend, make_units, store_rows
 
 Ids = npt.NDArray[np.int64]
@@ -29,22 +29,25 @@ class Pack:
     """One forward's layout: rows `firsts[s]` … `firsts[s + 1]` − 1 are of sequence s, whose blocks are `tables[s]`.
 
     positions [R] · firsts [S + 1] · tables [S, most blocks] · `calls`: how often each layer's attention ran
+    wide_ends [S]: rows at positions below are computed in whole groups of the prompt (`pack_rows`)
     """
 
     positions: Ids
     firsts: Ids
     tables: Ids
+    wide_ends: Ids
     calls: dict[int, int] = field(default_factory=dict)
 
 
-def pack_rows(slices: Sequence[Slice]) -> Pack:
-    """Lay out the rows of all slices one after another."""
+def pack_rows(slices: Sequence[Slice], wide_group: int = 0) -> Pack:
+    """Lay out the rows of all slices one after another; `wide_group` as in `Backend`."""
     tables = np.zeros((len(slices), max(len(s.block_ids) for s in slices)), np.int64)
     for table, s in zip(tables, slices, strict=True):
         table[: len(s.block_ids)] = s.block_ids
     positions = np.concatenate([np.arange(s.start, s.end, dtype=np.int64) for s in slices])
     firsts = np.cumsum([0, *(s.end - s.start for s in slices)], dtype=np.int64)
-    return Pack(positions, firsts, tables)
+    wide_ends = np.array([shareable_len(s.prompt_len, wide_group) if wide_group else 0 for s in slices], np.int64)
+    return Pack(positions, firsts, tables, wide_ends)
 
 
 class Attention(Protocol):
@@ -62,7 +65,7 @@ class Attention(Protocol):
     ) -> torch.Tensor:
         """Store key, value [R, G, D], then attend each row of query [R, H, D] to its sequence up to itself: [R, H, D].
 
-        Rows beyond the pack's are padding: not stored, and 0 in the result. `window`: how many positions a row sees.
+        `window`: how many positions a row sees.
         """
         ...
 
@@ -100,7 +103,7 @@ class KVCache:
         """See `Attention`."""
         cache, places = (self.keys[layer], self.values[layer]), (pack.tables, pack.firsts, pack.positions)
         store_rows(_floats(key), _floats(value), *cache, *places)
-        out = torch.zeros(query.shape)
+        out = torch.empty(query.shape)
         units = self.units(pack, query.shape[1])
         attend(units, _floats(query), *cache, *places, np.float32(scaling), window or 0, out.numpy())
         return out.to(query.dtype)
@@ -138,9 +141,9 @@ class TorchKVCache:
         """See `Attention`."""
         keys, values = self._keys[layer], self._values[layer]
         read_slots, write_slots = self.slots(pack)
-        keys[write_slots] = key[: len(write_slots)].to(keys.dtype)
-        values[write_slots] = value[: len(write_slots)].to(keys.dtype)
-        out = torch.zeros_like(query)
+        keys[write_slots] = key.to(keys.dtype)
+        values[write_slots] = value.to(keys.dtype)
+        out = torch.empty_like(query)
         for slots, first, last in zip(read_slots, pack.firsts, pack.firsts[1:], strict=False):
             rows = query[first:last].transpose(0, 1)[None].to(keys.dtype)
             read_keys, read_values = (kv[slots].transpose(0, 1)[None] for kv in (keys, values))

@@ -2,10 +2,11 @@
 
 Serves the architectures whose layers are RMS norm, attention with rotary positions, RMS norm and a gated MLP; for all
 others `lean_decoder` returns None, and the model's own code runs. models/transformers_backend.py compares both at load.
-Between products all is float32, whatever the weights are. Letters: R rows, C hidden size, D head size, V vocabulary.
+Between products all is float32; they take and give what the weights are.
+Letters: R rows, C hidden size, D head size, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +21,11 @@ from models.kernels.layer import add_and_norm, attention_step
 from models.kv_cache import KVCache, Pack
 from models.quantized import PRODUCTS, AnyProduct
 
+WIDE_GROUP = 64
+"""Rows of a prompt for which dequantizing the weights once takes less time than the kernels for few rows."""
 MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 Floats = npt.NDArray[np.float32]
+Array = npt.NDArray[np.float32] | npt.NDArray[np.uint16]
 NOTHING: Floats = np.empty(0, np.float32)
 
 
@@ -45,6 +49,7 @@ class LeanDecoder:
     """Made by `lean_decoder`."""
 
     def __init__(self, model: PreTrainedModel, quantization: str) -> None:
+        self.wide_group = WIDE_GROUP if quantization != "none" else 0
         decoder: Any = model.get_decoder()
         head: Any = model.get_output_embeddings()
         self._embedding: torch.Tensor = decoder.embed_tokens.weight.detach()
@@ -53,26 +58,56 @@ class LeanDecoder:
         self._norms = [layer.before_attention for layer in self._layers] + [_weight(decoder.norm)]
         self._epsilon = np.float32(getattr(decoder.norm, "variance_epsilon", None) or decoder.norm.eps)
         self._num_heads = int(model.config.get_text_config(decoder=True).num_attention_heads)
+        first = self._layers[0]
+        self._columns = (len(first.before_mlp), first.out.num_inputs, first.down.num_inputs)
         self._head = PRODUCTS[quantization](head.weight.detach(), head.bias)
 
     def logits(self, ids: Sequence[int], pack: Pack, wanted: Sequence[int], cache: KVCache) -> torch.Tensor:
         """Token ids [R]; rows `wanted` [W] → [W, V] float32. Stores keys and values of all rows."""
         x = embedding(torch.tensor(ids), self._embedding).float().numpy()
-        normed = np.empty_like(x)
-        rms_norm(x, self._norms[0], self._epsilon, normed)
+        normed, attended, gated = (self._room(len(x), columns) for columns in self._columns)
+        rms_norm(x, self._norms[0], self._epsilon, _array(normed))
         turns = self._turns(pack)
         places = (cache.units(pack, self._num_heads), pack.tables, pack.firsts, pack.positions)
+        multiply = self._multiply(pack)
         for index, (layer, next_norm) in enumerate(zip(self._layers, self._norms[1:], strict=True)):
-            qkv = _apply(layer.qkv, normed)
-            attended = np.empty((len(x), layer.out.num_inputs), np.float32)
+            qkv = _array(multiply(layer.qkv, normed))
             norms = (layer.query_norm, layer.key_norm, self._epsilon)
             kv = (cache.keys[index], cache.values[index])
-            attention_step(qkv, *norms, *turns, *kv, *places, layer.scaling, layer.window, attended)
-            add_and_norm(x, _apply(layer.out, attended), layer.before_mlp, self._epsilon, normed)
-            gated = np.empty((len(x), layer.down.num_inputs), np.float32)
-            silu_gate(_apply(layer.gate_up, normed), gated)
-            add_and_norm(x, _apply(layer.down, gated), next_norm, self._epsilon, normed)
-        return torch.from_numpy(_apply(self._head, normed[np.asarray(wanted, np.int64)]))
+            attention_step(qkv, *norms, *turns, *kv, *places, layer.scaling, layer.window, _array(attended))
+            add_and_norm(x, _array(multiply(layer.out, attended)), layer.before_mlp, self._epsilon, _array(normed))
+            silu_gate(_array(multiply(layer.gate_up, normed)), _array(gated))
+            add_and_norm(x, _array(multiply(layer.down, gated)), next_norm, self._epsilon, _array(normed))
+        if not wanted:
+            return torch.empty(0, len(self._embedding))
+        return self._head(normed[torch.tensor(wanted, dtype=torch.long)]).float()
+
+    def _multiply(self, pack: Pack) -> Callable[[AnyProduct, torch.Tensor], torch.Tensor]:
+        """How products are made in this forward: rows of whole groups of a prompt by `wide`, all others as they are.
+
+        Which it is depends on a row's position and its prompt's length alone, so a text does not depend on how its
+        prompt was cut into forwards.
+        """
+        is_wide = pack.positions < np.repeat(pack.wide_ends, np.diff(pack.firsts)) if self.wide_group else None
+        if is_wide is None or not is_wide.any():
+            return lambda product, x: product(x)
+        if is_wide.all():
+            return lambda product, x: product.wide(x)
+        many, few = (torch.from_numpy(np.flatnonzero(which)) for which in (is_wide, ~is_wide))
+
+        def both(product: AnyProduct, x: torch.Tensor) -> torch.Tensor:
+            by_wide = product.wide(x[many])
+            return (
+                by_wide.new_empty(len(x), by_wide.shape[1])
+                .index_copy_(0, many, by_wide)
+                .index_copy_(0, few, product(x[few]))
+            )
+
+        return both
+
+    def _room(self, rows: int, columns: int) -> torch.Tensor:
+        """For what products take; torch's own memory, because its kernels count on its alignment."""
+        return torch.empty(rows, columns, dtype=self._head.dtype)
 
     def _turns(self, pack: Pack) -> tuple[Floats, Floats]:
         """Cosines and sines [R, D / 2] of the rows' positions."""
@@ -90,9 +125,10 @@ def lean_decoder(model: PreTrainedModel, quantization: str = "none") -> LeanDeco
     return LeanDecoder(model, quantization)
 
 
-def _apply(product: AnyProduct, x: Floats) -> Floats:
-    result: Floats = product(torch.from_numpy(x).to(product.dtype)).float().numpy()
-    return result
+def _array(tensor: torch.Tensor) -> Array:
+    """The same memory for kernels; bfloat16 as its bits."""
+    array: Array = (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    return array
 
 
 def _layer(layer: Any, quantization: str) -> Layer:

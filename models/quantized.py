@@ -1,11 +1,13 @@
 """Weight-only quantized products by torch's CPU kernels, made from full weights at load. Activations keep their dtype.
 
 int8: one scale per output, symmetric. int4: a scale and a zero point per output and 32 inputs, asymmetric. Both kernels
-give a row the same bits whatever rows are computed with it, so no padding is needed (models/products.py).
+give a row the same bits whatever rows are computed with it, so no padding is needed (models/products.py). They are made
+for few rows; `wide` serves the many rows of a prefill with the weights dequantized for the moment.
 """
 
 import torch
 
+from models.kernels.dequantize import dequantize_int4
 from models.products import Product
 
 GROUP = 32
@@ -28,27 +30,44 @@ class Int8Product:
         out = torch._weight_int8pack_mm(x.contiguous(), self._weight, self._scales)  # noqa: SLF001 - no public name
         return out if self._bias is None else out + self._bias
 
+    def wide(self, x: torch.Tensor) -> torch.Tensor:
+        """The same for many rows; in other bits."""
+        return Product(self._weight.to(self.dtype) * self._scales[:, None], self._bias)(x)
+
 
 class Int4Product:
-    """x [R, K] → x · weightᵀ (+ bias), [R, N]. K must be a multiple of GROUP, N one of INT4_OUTPUTS."""
+    """x [R, K] → x · weightᵀ (+ bias), [R, N]. K must be a multiple of GROUP, N one of INT4_OUTPUTS.
+
+    The codes are kept twice, as torch's kernel wants them and as rows of bytes for `wide`.
+    """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         groups = weight.float().unflatten(1, (-1, GROUP))  # [N, K / GROUP, GROUP]
         low, high = groups.amin(dim=-1), groups.amax(dim=-1)
         scales = ((high - low) / 15.0).clamp_(min=1e-12)
-        codes = ((groups - low[..., None]) / scales[..., None]).round_().clamp_(0, 15)
+        codes = ((groups - low[..., None]) / scales[..., None]).round_().clamp_(0, 15).flatten(1)
         # The kernel computes (code − 8) · scale + zero.
-        zeros = low + 8.0 * scales
+        scales_and_zeros = torch.stack((scales, low + 8.0 * scales), dim=-1).to(weight.dtype)  # [N, K / GROUP, 2]
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu  # noqa: SLF001 - no public name
-        self._weight = packed(codes.flatten(1).to(torch.int32), 1)
-        self._scales_and_zeros = torch.stack((scales, zeros), dim=-1).transpose(0, 1).contiguous().to(weight.dtype)
+        self._weight = packed(codes.to(torch.int32), 1)
+        self._scales_and_zeros = scales_and_zeros.transpose(0, 1).contiguous()
         self._bias = bias
+        halves = codes.to(torch.uint8).unflatten(1, (-1, 2))
+        self._codes = (halves[..., 0] | (halves[..., 1] << 4)).numpy()
+        self._wide_scales = scales_and_zeros.float().numpy()
         self.dtype, self.num_inputs = weight.dtype, weight.shape[1]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         multiply = torch.ops.aten._weight_int4pack_mm_for_cpu  # noqa: SLF001 - no public name
         out: torch.Tensor = multiply(x.contiguous(), self._weight, GROUP, self._scales_and_zeros)
         return out if self._bias is None else out + self._bias
+
+    def wide(self, x: torch.Tensor) -> torch.Tensor:
+        """The same for many rows; in other bits."""
+        full = torch.empty(len(self._codes), self.num_inputs, dtype=self.dtype)
+        bits = full.view(torch.uint16) if self.dtype == torch.bfloat16 else full
+        dequantize_int4(self._codes, self._wide_scales, bits.numpy())
+        return Product(full, self._bias)(x)
 
 
 AnyProduct = Product | Int8Product | Int4Product

@@ -33,9 +33,6 @@ PROBE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 0.5
 Another function gives about the square root of 2. Rounding gives far less, but it adds up through bfloat16 layers, and
 the general forward norms in float32 even where the rest is float64.
 """
-LEAST_ROWS = 4
-"""In the general forward: products of fewer float32 rows differ from others more often than those of more."""
-
 NEUTRAL_KEYWORDS = frozenset(
     {"dropout", "is_causal", "position_ids", "cache_position", "use_cache", "output_attentions"}
 )
@@ -100,6 +97,11 @@ class TransformersBackend:
         self._probe(folder.name, quantization)
 
     @property
+    def wide_group(self) -> int:
+        """See `Backend`."""
+        return self._lean.wide_group if self._lean is not None else 0
+
+    @property
     def is_lean(self) -> bool:
         """Whether the lean forward runs, and not the model's own."""
         return self._lean is not None
@@ -110,7 +112,7 @@ class TransformersBackend:
         if not slices:
             return []
         numba.set_num_threads(self._kernel_threads)  # numba counts for each calling thread by itself
-        pack = pack_rows(slices)
+        pack = pack_rows(slices, self.wide_group)
         # An id beyond this vocabulary, from a drafter with a larger one, equals no sample: any row in its place does.
         last_id = self._vocab_size - 1
         ids = [min(token, last_id) for s in slices for token in s.tokens[s.start : s.end]]
@@ -140,10 +142,7 @@ class TransformersBackend:
         if self._lean is not None:
             assert isinstance(self._cache, KVCache), "the lean forward has kernels of its own"
             return self._lean.logits(ids, pack, wanted, self._cache)
-        # Rows of padding are computed at position 0 and never stored or attended.
-        padding = [0] * (LEAST_ROWS - len(ids))
-        keep = wanted + [wanted[-1] if wanted else 0] * (LEAST_ROWS - len(wanted))
-        rows, places, kept = self._tensors(ids + padding, pack.positions.tolist() + padding, keep)
+        rows, places, kept = self._tensors(ids, pack.positions.tolist(), wanted)
         output = self._model(
             input_ids=rows[None],
             position_ids=places[None],
@@ -152,7 +151,7 @@ class TransformersBackend:
             pack=pack,
             paged=self._cache,
         )
-        logits: torch.Tensor = output.logits[0, : len(wanted)]
+        logits: torch.Tensor = output.logits[0]
         return logits
 
     def _tensors(self, *numbers: list[int]) -> Iterator[torch.Tensor]:

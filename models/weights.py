@@ -10,7 +10,6 @@ a second start costs one checksum.
 
 import hashlib
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -21,6 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import filelock
+
+from models.cache import default_cache_dir
 
 Progress = Callable[[str], None]
 
@@ -47,12 +48,6 @@ class WeightsError(Exception):
 
     def __str__(self) -> str:
         return f"weights {self.source!r}: {self.reason}"
-
-
-def default_cache_dir() -> Path:
-    """$SPECRELAY_CACHE, or ~/.cache/specrelay."""
-    named = os.environ.get("SPECRELAY_CACHE")
-    return Path(named).expanduser() if named else Path.home() / ".cache" / "specrelay"
 
 
 def prepare(

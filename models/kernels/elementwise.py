@@ -1,10 +1,49 @@
-"""What a decoder layer does between its products, row after row, in float32. R rows, C columns, D head size."""
+"""What a decoder layer does between its products, row after row, in float32.
+
+What products take and give may be bfloat16, as its bits in uint16: it is widened as it is read, and rounded to the
+nearest even as it is written. Letters: R rows, C columns, D head size.
+"""
 
 import numpy as np
-from numba import njit, prange
+from numba import njit, prange, types
+from numba.extending import overload
 
 SERIAL_ROWS = 16
 """Up to so many rows waking another thread takes longer than the work."""
+
+
+def wide(number):
+    """float32 of a float32 or of the bits of a bfloat16; inside kernels only."""
+    raise NotImplementedError
+
+
+@overload(wide, inline="always")
+def _wide(number):
+    if number == types.uint16:
+        return lambda number: np.uint32(np.uint32(number) << np.uint32(16)).view(np.float32)
+    return lambda number: number
+
+
+def put(array, at, number):
+    """array[at] = number, rounded where the array holds bfloat16; inside kernels only."""
+    raise NotImplementedError
+
+
+@overload(put, inline="always")
+def _put(array, at, number):
+    if array.dtype == types.uint16:
+
+        def put_bits(array, at, number):
+            bits = np.float32(number).view(np.uint32)
+            even = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+            array[at] = np.uint16(np.uint32(bits + even) >> np.uint32(16))
+
+        return put_bits
+
+    def put_float(array, at, number):
+        array[at] = number
+
+    return put_float
 
 
 @njit(nogil=True, inline="always")
@@ -34,27 +73,28 @@ def _inverse_root_mean_square(x, epsilon):
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def rms_norm(x, weight, epsilon, out):
-    """x [R, C] · 1 / (its row's root mean square) · weight [C] → out [R, C]; may be the same array."""
+    """x [R, C] float32 · 1 / (its row's root mean square) · weight [C] → out [R, C]; may be the same array."""
     for row in range(x.shape[0]):
         scale = _inverse_root_mean_square(x[row], epsilon)
-        for i in range(x.shape[1]):
-            out[row, i] = x[row, i] * scale * weight[i]
+        own, normed = x[row], out[row]
+        for i in range(own.shape[0]):
+            put(normed, i, own[i] * scale * weight[i])
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def add(x, update):
-    """x [R, C] += update [R, C]."""
+    """x [R, C] float32 += update [R, C]."""
     for row in range(x.shape[0]):
         for i in range(x.shape[1]):
-            x[row, i] += update[row, i]
+            x[row, i] += wide(update[row, i])
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def rotate(heads, cos, sin):
-    """Rotary positions of heads [R, any, D], in place; cos, sin [R, D / 2]."""
+def rotate(heads, count, cos, sin):
+    """Rotary positions of the first `count` of heads [R, any, D], in place; cos, sin [R, D / 2]."""
     half = heads.shape[2] // 2
     for row in range(heads.shape[0]):
-        for h in range(heads.shape[1]):
+        for h in range(count):
             for d in range(half):
                 a, b = heads[row, h, d], heads[row, h, d + half]
                 heads[row, h, d] = a * cos[row, d] - b * sin[row, d]
@@ -65,9 +105,10 @@ def rotate(heads, cos, sin):
 def _gate_row(gate_up, out):
     gate, up = gate_up[: out.shape[0]], gate_up[out.shape[0] :]
     for i in range(out.shape[0]):
-        e = exp_of_negative(-abs(gate[i]))
-        sigmoid = (np.float32(1.0) if gate[i] >= 0 else e) / (np.float32(1.0) + e)
-        out[i] = gate[i] * sigmoid * up[i]
+        x = wide(gate[i])
+        e = exp_of_negative(-abs(x))
+        sigmoid = (np.float32(1.0) if x >= 0 else e) / (np.float32(1.0) + e)
+        put(out, i, x * sigmoid * wide(up[i]))
 
 
 @njit(nogil=True, parallel=True, cache=True, error_model="numpy")

@@ -7,7 +7,7 @@ import numpy as np
 from numba import njit
 
 from models.kernels.attention import attend, store_rows
-from models.kernels.elementwise import add, rms_norm, rotate
+from models.kernels.elementwise import add, put, rms_norm, rotate, wide
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -20,20 +20,24 @@ def attention_step(
     """
     rows, kv_heads, size = qkv.shape[0], values.shape[1], values.shape[3]
     heads = qkv.shape[1] // size - 2 * kv_heads
-    parts = qkv.reshape(rows, heads + 2 * kv_heads, size)
-    query, key = np.empty((rows, heads, size), np.float32), np.empty((rows, kv_heads, size), np.float32)
-    value = parts[:, heads + kv_heads :]
+    parts = np.empty((rows, heads + 2 * kv_heads, size), np.float32)
     for row in range(rows):
-        query[row] = parts[row, :heads]
-        key[row] = parts[row, heads : heads + kv_heads]
+        own, given = parts[row].reshape(qkv.shape[1]), qkv[row]
+        for i in range(given.shape[0]):
+            own[i] = wide(given[i])
         if query_norm.shape[0] > 0:
-            rms_norm(query[row], query_norm, epsilon, query[row])
-            rms_norm(key[row], key_norm, epsilon, key[row])
-    rotate(query, cos, sin)
-    rotate(key, cos, sin)
+            query, key = parts[row, :heads], parts[row, heads : heads + kv_heads]
+            rms_norm(query, query_norm, epsilon, query)
+            rms_norm(key, key_norm, epsilon, key)
+    rotate(parts, heads + kv_heads, cos, sin)
+    query, key, value = parts[:, :heads], parts[:, heads : heads + kv_heads], parts[:, heads + kv_heads :]
     store_rows(key, value, keys, values, tables, firsts, positions)
-    attended = out.reshape(rows, heads, size)
+    attended = np.empty((rows, heads, size), np.float32)
     attend(units, query, keys, values, tables, firsts, positions, scaling, window, attended)
+    for row in range(rows):
+        own, result = attended[row].reshape(heads * size), out[row]
+        for i in range(result.shape[0]):
+            put(result, i, own[i])
 
 
 @njit(nogil=True, cache=True, error_model="numpy")

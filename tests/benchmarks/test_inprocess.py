@@ -12,7 +12,7 @@ import torch
 from msgspec.structs import replace
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.inprocess import InProcessCluster, RequestFailed, running
+from benchmarks.inprocess import AUTO, InProcessCluster, RequestFailed, running
 from kvstate.protocol import (
     CancelRequest,
     Check,
@@ -175,6 +175,33 @@ async def test_every_holder_ends_at_the_committed_length_and_frees_it() -> None:
         async with asyncio.timeout(5.0):
             while any(engine.held() for engine in cluster.engines.values()):  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
+
+
+async def test_case_16_a_drafter_with_too_short_a_context_is_left_out_of_that_request_only() -> None:
+    specs = {"a": EmulateSpec(0.2, 0.6, context_len=64), "b": EmulateSpec(0.2, 0.8), "t": EmulateSpec(0.2, 1.0)}
+    backends = {n: EmulatedBackend(n, rank, spec, 256) for rank, (n, spec) in enumerate(specs.items(), 1)}
+    long, short = PROMPTS[1] * 5, b"short"
+    async with running(backends) as cluster:
+        wanted = [await alone(cluster, prompt, 40) for prompt in (long, short)]
+        for speculation in (AUTO, fixed(("a", "b", "t"))):
+            many = [cluster.generate(prompt, GREEDY, 40, (256,), speculation) for prompt in (long, short, long)]
+            outputs = await asyncio.gather(*many)
+            assert [o.tokens for o in outputs] == [wanted[0], wanted[1], wanted[0]]
+            chains = [o.metrics.chain for o in outputs if o.metrics is not None]
+            assert all("a" not in chain for chain in (chains[0], chains[2]))
+        assert chains[0] == ("b", "t")
+        assert chains[1] == ("a", "b", "t")
+
+
+@pytest.mark.parametrize("num_blocks", [12, 25])
+async def test_case_17_requests_wait_for_room_and_end_with_the_same_text(num_blocks: int) -> None:
+    specs = {"a": EmulateSpec(0.2, 0.7), "t": EmulateSpec(0.2, 1.0)}
+    backends = {n: EmulatedBackend(n, rank, spec, num_blocks) for rank, (n, spec) in enumerate(specs.items(), 1)}
+    prompts = [bytes([65 + i]) * (60 + 7 * i) for i in range(8)]
+    async with running(backends) as cluster:
+        wanted = [await alone(cluster, prompt, 60) for prompt in prompts]
+        many = [cluster.generate(p, GREEDY, 60, (256,), fixed(("a", "t"))) for p in prompts]
+        assert [o.tokens for o in await asyncio.gather(*many)] == wanted
 
 
 async def test_no_engine_outlives_its_cluster() -> None:

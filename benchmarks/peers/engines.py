@@ -1,0 +1,182 @@
+"""What is measured, started once and asked many times: a peer in an environment of its own, or SpecRelay over HTTP."""
+
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import httpx
+import yaml
+
+from models.cache import default_cache_dir
+
+ROOT = Path(__file__).parents[2]
+WORKERS = Path(__file__).with_name("workers.py")
+START_S = 600.0
+ANSWER_S = 300.0
+INSTALL_S = 3600.0
+
+
+class Unavailable(Exception):
+    """The engine cannot be had here; the table goes on without it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    num_tokens: int
+    seconds: float
+
+
+class Engine(Protocol):
+    def answer(self, prompt: list[int], count: int) -> Result: ...
+
+    def stop(self) -> None: ...
+
+
+class Peer:
+    """A worker process; `requirements` are installed into an environment kept between runs, none means our own."""
+
+    def __init__(self, kind: str, source: str, requirements: tuple[str, ...] = ()) -> None:
+        python = environment(kind.split("-", maxsplit=1)[0], requirements) if requirements else Path(sys.executable)
+        self._lines: queue.Queue[str] = queue.Queue(maxsize=16)
+        self._process = subprocess.Popen(
+            [python, WORKERS, kind, source],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        threading.Thread(target=self._read, daemon=True).start()
+        try:
+            self._reply(START_S)
+        except Unavailable:
+            self.stop()
+            raise
+
+    def answer(self, prompt: list[int], count: int) -> Result:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"prompt": prompt, "tokens": count}) + "\n")
+        self._process.stdin.flush()
+        reply = self._reply(ANSWER_S)
+        return Result(len(reply["tokens"]), reply["seconds"])
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.put(line)
+        self._lines.put("")
+
+    def _reply(self, limit_s: float) -> dict[str, Any]:
+        try:
+            line = self._lines.get(timeout=limit_s)
+        except queue.Empty:
+            raise Unavailable(f"no reply within {limit_s:.0f} s") from None
+        if not line:
+            raise Unavailable(f"its process ended with {self._process.wait()}")
+        reply: dict[str, Any] = json.loads(line)
+        return reply
+
+
+class Served:
+    """SpecRelay as its users start it; `config` as in a file."""
+
+    def __init__(self, config: Mapping[str, Any], folder: Path) -> None:
+        self._port = _free_port()
+        path = folder / f"served-{self._port}.yaml"
+        path.write_text(yaml.safe_dump(dict(config)))
+        self._model = path.stem
+        self._log = (folder / f"{path.stem}.log").open("w")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "specrelay", "serve", path, "--port", str(self._port)],
+            cwd=ROOT,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+        )
+        self._client = httpx.Client(base_url=f"http://127.0.0.1:{self._port}", timeout=ANSWER_S)
+        self._wait(path)
+
+    def ask(self, prompt: list[int], count: int, wish: Mapping[str, Any]) -> Result:
+        """Greedy, to the full count; `wish` as in a request's `speculation`."""
+        body = {
+            "model": self._model,
+            "prompt": prompt,
+            "max_tokens": count,
+            "temperature": 0,
+            "ignore_eos": True,
+            "speculation": dict(wish),
+        }
+        started_s = time.perf_counter()
+        response = self._client.post("/v1/completions", json=body)
+        took_s = time.perf_counter() - started_s
+        response.raise_for_status()
+        return Result(response.json()["usage"]["completion_tokens"], took_s)
+
+    def stop(self) -> None:
+        self._client.close()
+        self._process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(60.0)
+        self._process.kill()
+        self._log.close()
+
+    def _wait(self, path: Path) -> None:
+        deadline_s = time.monotonic() + START_S
+        while time.monotonic() < deadline_s and self._process.poll() is None:
+            with suppress(httpx.HTTPError):
+                if self._client.get("/health").status_code == httpx.codes.OK:
+                    return
+            time.sleep(0.5)
+        self._process.kill()
+        raise Unavailable(f"{path.name} did not start; see {self._log.name}")
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """A running app, asked with one kind of speculation."""
+
+    app: Served
+    wish: Mapping[str, Any]
+
+    def answer(self, prompt: list[int], count: int) -> Result:
+        return self.app.ask(prompt, count, self.wish)
+
+    def stop(self) -> None:
+        self.app.stop()
+
+
+def environment(name: str, requirements: tuple[str, ...]) -> Path:
+    """The interpreter of a virtual environment with these packages; made at the first run. Raises Unavailable."""
+    folder = default_cache_dir() / "peers" / name
+    python, mark = folder / "bin" / "python", folder / ".installed"
+    if mark.exists() and mark.read_text() == "\n".join(requirements):
+        return python
+    print(f"installing {', '.join(requirements)} into {folder}", flush=True)
+    try:
+        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True, timeout=INSTALL_S)
+        pip = [str(python), "-m", "pip", "install", "-qq", "--disable-pip-version-check", *requirements]
+        subprocess.run(pip, check=True, timeout=INSTALL_S, env={**os.environ, "MAKEFLAGS": "-j2"})
+    except (OSError, subprocess.SubprocessError) as error:
+        raise Unavailable(f"it cannot be installed: {error}") from None
+    mark.write_text("\n".join(requirements))
+    return python
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
