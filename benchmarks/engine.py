@@ -34,8 +34,9 @@ def slices_of(num_rows: int, num_sequences: int) -> list[Slice]:
     end = context + num_rows
     blocks = -(-end // BLOCK_TOKENS)
     sample_from = end - 1 if context == 0 else context
+    tokens = list(range(100, 100 + end))
     ids = [range(index * blocks, (index + 1) * blocks) for index in range(num_sequences)]
-    return [Slice(list(range(100, 100 + end)), context, end, sample_from, end, own, Sampling()) for own in ids]
+    return [Slice(tokens, context, end, sample_from, context or end, own, Sampling()) for own in ids]
 
 
 def served(backend: TransformersBackend) -> Callable[[int, int], None]:

@@ -21,8 +21,8 @@ from models.kernels.layer import add_and_norm, attention_step
 from models.kv_cache import KVCache, Pack
 from models.quantized import PRODUCTS, AnyProduct
 
-WIDE_GROUP = 64
-"""Rows of a prompt for which dequantizing the weights once takes less time than the kernels for few rows."""
+WIDE_GROUP = 16
+"""Rows of a prompt: its whole groups are made by `wide`, so that only few are left to the kernels for few rows."""
 MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 Floats = npt.NDArray[np.float32]
 Array = npt.NDArray[np.float32] | npt.NDArray[np.uint16]

@@ -7,7 +7,7 @@ generated alone, and speculation changes no bit of the text.
 """
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch.nn.functional import linear, pad
@@ -15,8 +15,9 @@ from torch.nn.functional import linear, pad
 COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 47, 48, 63, 64, 65, 96, 127, 128)
 LEAST = (1, 2, 4, 8, 16)
 MOST = (128, 64, 32, 16)
-FIXED = (16, 16)
-"""Where no range keeps one order."""
+MANY = 128
+"""Rows of each product with weights that are not packed: no range of counts keeps one order there."""
+PERIOD = 16
 FORMATS = (torch.float32, torch.bfloat16)
 """What is packed."""
 
@@ -29,23 +30,31 @@ class Product:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.dtype, self.num_inputs = weight.dtype, weight.shape[1]
         self._run = _packed(weight, bias)
-        self._least, self._most = 1, 2**31
+        self._range = 1, 2**31
         if weight.device.type == "cpu" and weight.dtype != torch.float64:
-            has_bias, threads = bias is not None, torch.get_num_threads()
-            self._least, self._most = _limits(*weight.shape, weight.dtype, has_bias, threads)
+            outputs, inputs = weight.shape
+            self._range = _limits(outputs, inputs, weight.dtype, bias is not None, torch.get_num_threads())
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self._least <= x.shape[0] <= self._most:
-            return self._run(x)
-        return torch.cat([self._few(rows) for rows in x.split(self._most)])
+        return _within(self._range, self._run, x)
 
     def wide(self, x: torch.Tensor) -> torch.Tensor:
         """As the call: many rows take the same kernel as few."""
         return self(x)
 
-    def _few(self, x: torch.Tensor) -> torch.Tensor:
-        missing = self._least - x.shape[0]
-        return self._run(pad(x, (0, 0, 0, missing)))[: x.shape[0]] if missing > 0 else self._run(x)
+
+def multiply_many(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """As `Product`, for many rows and weights that are used once: they are not packed."""
+    return _within((MANY, MANY), partial(linear, weight=weight, bias=bias), x)
+
+
+def _within(counts: tuple[int, int], run: Run, x: torch.Tensor) -> torch.Tensor:
+    """Fewer rows than the least count are padded, more than the most are split."""
+    least, most = counts
+    if least <= x.shape[0] <= most:
+        return run(x)
+    parts = [pad(rows, (0, 0, 0, max(0, least - rows.shape[0]))) for rows in x.split(most)]
+    return torch.cat([run(part) for part in parts])[: x.shape[0]]
 
 
 def _packed(weight: torch.Tensor, bias: torch.Tensor | None) -> Run:
@@ -61,17 +70,25 @@ def _packed(weight: torch.Tensor, bias: torch.Tensor | None) -> Run:
 
 @lru_cache(maxsize=1024)
 def _limits(outputs: int, inputs: int, dtype: torch.dtype, has_bias: bool, threads: int) -> tuple[int, int]:
-    """(least, most) rows between which a row's bits stay, whatever their number and its place among them."""
+    """(least, most) rows between which a row's bits stay, whatever their number and its place among them.
+
+    Every output of the trial is a sum whose second half takes back the first, so that nothing but rounding is left: two
+    orders of addition cannot give the same by chance, as they mostly do once a sum is rounded to bfloat16.
+    """
     del threads  # only tells cached results apart
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(outputs, inputs, generator=generator).to(dtype)
-    run = _packed(weight, torch.randn(outputs, generator=generator).to(dtype) if has_bias else None)
-    few = torch.randn(16, inputs, generator=generator).to(dtype)
-    rows = few.repeat(MOST[0] // len(few), 1)
+    half, order = inputs // 2, torch.randperm(inputs // 2, generator=generator)
+    weight = torch.randn(outputs, inputs, generator=generator)
+    weight[:, half : 2 * half] = -weight[:, order]
+    few = torch.randn(PERIOD, inputs, generator=generator)
+    few[:, half : 2 * half] = few[:, order]
+    few, repeats = few.to(dtype), MOST[0] // PERIOD
+    run = _packed(weight.to(dtype), torch.zeros(outputs, dtype=dtype) if has_bias else None)
+    rows = few.repeat(repeats, 1)
     for least in LEAST:
-        alone = torch.cat([run(few[i : i + least]) for i in range(0, len(few), least)]).repeat(MOST[0] // len(few), 1)
+        alone = torch.cat([run(block) for block in few.split(least)]).repeat(repeats, 1)
         same = {count: torch.equal(run(rows[:count]), alone[:count]) for count in COUNTS if count >= least}
         for most in MOST:
             if all(equal for count, equal in same.items() if count <= most):
                 return least, most
-    return FIXED
+    return MOST[-1], MOST[-1]

@@ -8,7 +8,7 @@ for few rows; `wide` serves the many rows of a prefill with the weights dequanti
 import torch
 
 from models.kernels.dequantize import dequantize_int4
-from models.products import Product
+from models.products import Product, multiply_many
 
 GROUP = 32
 INT4_OUTPUTS = 16
@@ -32,7 +32,7 @@ class Int8Product:
 
     def wide(self, x: torch.Tensor) -> torch.Tensor:
         """The same for many rows; in other bits."""
-        return Product(self._weight.to(self.dtype) * self._scales[:, None], self._bias)(x)
+        return multiply_many(x, self._weight.to(self.dtype) * self._scales[:, None], self._bias)
 
 
 class Int4Product:
@@ -67,7 +67,7 @@ class Int4Product:
         full = torch.empty(len(self._codes), self.num_inputs, dtype=self.dtype)
         bits = full.view(torch.uint16) if self.dtype == torch.bfloat16 else full
         dequantize_int4(self._codes, self._wide_scales, bits.numpy())
-        return Product(full, self._bias)(x)
+        return multiply_many(x, full, self._bias)
 
 
 AnyProduct = Product | Int8Product | Int4Product

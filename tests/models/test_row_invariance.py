@@ -81,7 +81,7 @@ def test_a_prefill_in_chunks_equals_one_of_any_cut(make: partial[Decoder]) -> No
 
 
 def test_a_prompt_cut_anywhere_beside_a_check_gives_the_same_bits(make: partial[Decoder]) -> None:
-    """Quantized models make a prompt's whole groups of 64 rows by other products than the rest."""
+    """Quantized models make a prompt's whole groups of 16 rows by other products than the rest."""
     texts = torch.randint(0, 512, (2, 300), generator=torch.Generator().manual_seed(7)).tolist()
     whole = make(prompt_len=300)
     [wanted] = whole.logits((0, texts[0], 0, 300))
