@@ -83,20 +83,19 @@ def start_peers(names: Sequence[str], gguf: str | None, stack: ExitStack) -> Ite
         yield name, peer
 
 
-def measure(engines: Mapping[str, Engine], prompts: Sequence[Prompt], count: int, repeats: int) -> "Times":
-    """Seconds of each engine for each prompt, `repeats` times, after one round of short answers that does not count."""
+def measure(engines: Mapping[str, Engine], prompts: Sequence[Prompt], count: int, repeats: int) -> "Iterator[Times]":
+    """Seconds of each engine for each prompt, yielded after each repeat; a first round of short answers is left out."""
     for prompt in prompts[:: max(1, len(prompts) // 3)]:
         for engine in engines.values():
             engine.answer(prompt.ids, 8)
     times: Times = {name: [[] for _ in prompts] for name in engines}
-    for repeat in range(repeats):
+    for _ in range(repeats):
         for index, prompt in enumerate(prompts):
             for name, engine in engines.items():
                 result = engine.answer(prompt.ids, count)
                 assert result.num_tokens == count, (name, prompt.category, result)
                 times[name][index].append(result.seconds)
-        print(f"repeat {repeat + 1} of {repeats} done", flush=True)
-    return times
+        yield times
 
 
 Times = dict[str, list[list[float]]]
@@ -153,8 +152,9 @@ def main() -> None:
             app = Served({"models": APPS[app_name], "kv": {"prefix_cache": False}}, Path(folder))
             stack.callback(app.stop)
             engines[name] = Wish(app, wish)
-        times = measure(engines, prompts, arguments.tokens, arguments.repeats)
-    print_table(f"{arguments.tokens} tokens after each prompt", times, prompts, arguments.tokens, arguments.base)
+        for times in measure(engines, prompts, arguments.tokens, arguments.repeats):
+            title = f"{arguments.tokens} tokens after each prompt, {len(times[arguments.base][0])} repeats"
+            print_table(title, times, prompts, arguments.tokens, arguments.base)
 
 
 if __name__ == "__main__":
