@@ -10,7 +10,6 @@ same bits whatever rows are computed with it. `TorchKVCache` is for everything e
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -50,24 +49,15 @@ def pack_rows(slices: Sequence[Slice], wide_group: int = 0) -> Pack:
     return Pack(positions, firsts, tables, wide_ends)
 
 
-class Attention(Protocol):
-    """What a model's own attention layers are replaced by."""
+@dataclass(frozen=True, slots=True)
+class States:
+    """What a layer attends with: query [R, H, D], key and value [R, G, D]. `window`: how many positions a row sees."""
 
-    def attend(
-        self,
-        pack: Pack,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float,
-        window: int | None,
-    ) -> torch.Tensor:
-        """Store key, value [R, G, D], then attend each row of query [R, H, D] to its sequence up to itself: [R, H, D].
-
-        `window`: how many positions a row sees.
-        """
-        ...
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    scaling: float
+    window: int | None
 
 
 class KVCache:
@@ -90,23 +80,14 @@ class KVCache:
         units: Ids = make_units(pack.firsts, self._heads, num_heads // self._heads)
         return units
 
-    def attend(
-        self,
-        pack: Pack,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float,
-        window: int | None,
-    ) -> torch.Tensor:
-        """See `Attention`."""
+    def attend(self, pack: Pack, layer: int, states: States) -> torch.Tensor:
+        """Store keys and values, then attend each row to its sequence up to itself: [R, H, D]."""
         cache, places = (self.keys[layer], self.values[layer]), (pack.tables, pack.firsts, pack.positions)
-        store_rows(_floats(key), _floats(value), *cache, *places)
-        out = torch.empty(query.shape)
-        units = self.units(pack, query.shape[1])
-        attend(units, _floats(query), *cache, *places, np.float32(scaling), window or 0, out.numpy())
-        return out.to(query.dtype)
+        store_rows(_floats(states.key), _floats(states.value), *cache, *places)
+        out = torch.empty(states.query.shape)
+        units, scaling = self.units(pack, states.query.shape[1]), np.float32(states.scaling)
+        attend(units, _floats(states.query), *cache, *places, scaling, states.window or 0, out.numpy())
+        return out.to(states.query.dtype)
 
 
 class TorchKVCache:
@@ -128,28 +109,19 @@ class TorchKVCache:
         self._values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self._slots: tuple[Pack, list[torch.Tensor], torch.Tensor] | None = None
 
-    def attend(
-        self,
-        pack: Pack,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float,
-        window: int | None,
-    ) -> torch.Tensor:
-        """See `Attention`."""
+    def attend(self, pack: Pack, layer: int, states: States) -> torch.Tensor:
+        """As `KVCache.attend`."""
         keys, values = self._keys[layer], self._values[layer]
         read_slots, write_slots = self.slots(pack)
-        keys[write_slots] = key.to(keys.dtype)
-        values[write_slots] = value.to(keys.dtype)
-        out = torch.empty_like(query)
+        keys[write_slots] = states.key.to(keys.dtype)
+        values[write_slots] = states.value.to(keys.dtype)
+        out = torch.empty_like(states.query)
         for slots, first, last in zip(read_slots, pack.firsts, pack.firsts[1:], strict=False):
-            rows = query[first:last].transpose(0, 1)[None].to(keys.dtype)
+            rows = states.query[first:last].transpose(0, 1)[None].to(keys.dtype)
             read_keys, read_values = (kv[slots].transpose(0, 1)[None] for kv in (keys, values))
-            mask = _mask(last - first, len(slots), window, keys.device)
+            mask = _mask(last - first, len(slots), states.window, keys.device)
             attended = scaled_dot_product_attention(
-                rows, read_keys, read_values, attn_mask=mask, scale=scaling, enable_gqa=True
+                rows, read_keys, read_values, attn_mask=mask, scale=states.scaling, enable_gqa=True
             )
             out[first:last] = attended[0].transpose(0, 1)
         return out
@@ -167,6 +139,9 @@ class TorchKVCache:
         return self._slots[1:]
 
 
+AnyCache = KVCache | TorchKVCache
+
+
 def make_cache(
     num_layers: int,
     num_blocks: int,
@@ -175,7 +150,7 @@ def make_cache(
     head_size: int,
     dtype: torch.dtype,
     device: torch.device,
-) -> KVCache | TorchKVCache:
+) -> AnyCache:
     """The kind that fits the model."""
     sizes = (num_layers, num_blocks, block_tokens, heads, head_size)
     fits = uses_kernels(block_tokens, head_size, dtype, device)

@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 
 from kvstate.protocol import Sampling
 from models.backend import Slice
-from models.kv_cache import Attention, KVCache, Pack, make_cache, pack_rows
+from models.kv_cache import AnyCache, KVCache, Pack, States, make_cache, pack_rows
 from models.lean_decoder import LeanDecoder, lean_decoder
 from models.processing import Row
 from models.quantized import replace_linears, why_not
@@ -245,7 +245,7 @@ def _attend(
     *,
     scaling: float,
     pack: Pack,
-    paged: Attention,
+    paged: AnyCache,
     sliding_window: int | None = None,
     **keywords: object,
 ) -> tuple[torch.Tensor, None]:
@@ -258,7 +258,7 @@ def _attend(
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     pack.calls[layer] = pack.calls.get(layer, 0) + 1
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
-    return paged.attend(pack, layer, q, k, v, scaling, sliding_window)[None], None
+    return paged.attend(pack, layer, States(q, k, v, scaling, sliding_window))[None], None
 
 
 def _refuse_unservable(name: str, config: PreTrainedConfig) -> None:

@@ -12,24 +12,23 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvstate.protocol import Sampling
 from models.backend import Slice
-from models.kv_cache import KVCache, TorchKVCache, pack_rows
+from models.kv_cache import AnyCache, KVCache, States, TorchKVCache, pack_rows
 
 BLOCK_TOKENS = 16
 HEADS, KV_HEADS, SIZE = 6, 2, 16
 NUM_BLOCKS = 40
-Cache = KVCache | TorchKVCache
 
 
-def make_caches() -> list[Cache]:
+def make_caches() -> list[AnyCache]:
     cpu = torch.device("cpu")
     sizes = (1, NUM_BLOCKS, BLOCK_TOKENS, KV_HEADS, SIZE)
     return [KVCache(*sizes), TorchKVCache(*sizes, torch.float32, cpu), TorchKVCache(*sizes, torch.float64, cpu)]
 
 
-def states(seed: int, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def states(seed: int, length: int) -> list[torch.Tensor]:
     """Queries, keys and values of a whole sequence."""
     generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randn(length, heads, SIZE, generator=generator) for heads in (HEADS, KV_HEADS, KV_HEADS))  # type: ignore[return-value]
+    return [torch.randn(length, heads, SIZE, generator=generator) for heads in (HEADS, KV_HEADS, KV_HEADS)]
 
 
 def whole(seed: int, length: int, window: int | None) -> torch.Tensor:
@@ -41,12 +40,12 @@ def whole(seed: int, length: int, window: int | None) -> torch.Tensor:
     return out[0].transpose(0, 1)
 
 
-def attend(cache: Cache, spans: list[tuple[int, int, int, list[int]]], window: int | None) -> list[torch.Tensor]:
+def attend(cache: AnyCache, spans: list[tuple[int, int, int, list[int]]], window: int | None) -> list[torch.Tensor]:
     """Rows `start` … `end` − 1 of each (seed, start, end, blocks), in one forward."""
     pack = pack_rows([Slice([0] * end, start, end, end, end, blocks, Sampling()) for _, start, end, blocks in spans])
     rows = [[part[start:end] for part in states(seed, 60)] for seed, start, end, _ in spans]
     q, k, v = (torch.cat(parts) for parts in zip(*rows, strict=True))
-    return list(cache.attend(pack, 0, q, k, v, 0.25, window).split([end - start for _, start, end, _ in spans]))
+    return list(cache.attend(pack, 0, States(q, k, v, 0.25, window)).split([end - start for _, start, end, _ in spans]))
 
 
 @pytest.mark.parametrize("block_ids", list(itertools.permutations([1, 2, 3])) + [(1, 5, 3), (0, 9, 2), (2, 0, 4)])
