@@ -52,7 +52,6 @@ class Holding:
     """
 
     state: SequenceState
-    prompt_len: int
     heard_s: float
     prompt_keys: Sequence[bytes] = ()
     published: bool = False
@@ -199,7 +198,7 @@ class Engine:
         if holding is None:
             prompt = message.tokens[: shareable_len(message.prompt_len, self._backend.wide_group)]
             keys = prefix_keys(prompt, self._blocks.block_tokens) if self._prefix_cache else ()
-            holding = Holding(SequenceState(message.seq), message.prompt_len, self._clock(), keys)
+            holding = Holding(SequenceState(message.seq), self._clock(), keys)
             self._holdings[message.seq] = holding
         holding.heard_s = self._clock()
         self._replies.append((sender, apply_open(holding.state, message)))
@@ -266,7 +265,7 @@ class Engine:
             state = holding.state
             known = state.tokens[: min(state.kv_len, state.committed_len)]
             if self._backend.wide_group:
-                known = known[: shareable_len(holding.prompt_len, self._backend.wide_group)]
+                known = known[: shareable_len(state.prompt_len, self._backend.wide_group)]
             self._blocks.publish(seq, prefix_keys(known, self._blocks.block_tokens))
 
     def _forget(self, seq: int) -> None:
@@ -318,9 +317,8 @@ class Engine:
     def _slice(self, task: Task, end: int) -> Slice:
         state = task.state
         assert state.sampling is not None, "a step is served only for a sequence that was opened"
-        blocks, prompt_len = self._blocks.blocks(state.seq), self._holdings[state.seq].prompt_len
-        sample_from = min(end, task.next_sample)
-        return Slice(state.tokens, task.start, end, sample_from, prompt_len, blocks, state.sampling, task.logprobs)
+        span, blocks = (task.start, end, min(end, task.next_sample)), self._blocks.blocks(state.seq)
+        return Slice(state.tokens, *span, state.prompt_len, blocks, state.sampling, task.logprobs)
 
     def _make_room(self, seq: int, num_tokens: int, in_batch: set[int]) -> bool:
         """Blocks for `num_tokens` positions, taken from sequences outside the batch if need be.
