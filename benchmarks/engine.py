@@ -18,15 +18,16 @@ import transformers
 
 from kvstate.protocol import Sampling
 from models.backend import Slice
-from models.transformers_backend import TransformersBackend
+from models.products import row_range
+from models.transformers_backend import TransformersBackend, kv_shape
 from models.weights import prepare
 
 CONTEXT = 300
 BLOCK_TOKENS = 16
 SHAPES = ((1, 1), (2, 1), (4, 1), (8, 1), (16, 1), (32, 1), (1, 12), (256, 1))
 """(rows per sequence, sequences); the last is a prefill without context."""
-BITS = {"transformers": None, "none": None, "int8": 8, "int4": 5}
-"""Of a weight, with its share of scales; None: those of the dtype."""
+QUANTIZED_BITS = {"int8": 8, "int4": 5}
+"""Of a weight, with its share of scales."""
 
 
 def slices_of(num_rows: int, num_sequences: int) -> list[Slice]:
@@ -98,15 +99,33 @@ def print_bounds(folder: Path, dtype: torch.dtype, repeats: int) -> None:
     """How long reading the weights once takes: no forward of one row can be faster."""
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     num_weights = sum(weight.numel() for weight in model.parameters())  # a head that shares its weights counts once
-    read = torch.ones(64 * 2**20)
-    [ms] = median_ms([lambda: float(read.sum())], repeats)  # type: ignore[list-item]
-    bytes_per_ms = read.numel() * read.element_size() / ms
-    shown = [
-        f"{kind} {num_weights * (bits or 8 * dtype.itemsize) / 8 / bytes_per_ms:.1f}"
-        for kind, bits in BITS.items()
-        if kind in _kinds(dtype)
-    ]
+    numbers = torch.ones(64 * 2**20)
+
+    def read() -> None:
+        numbers.sum()
+
+    [ms] = median_ms([read], repeats)
+    bytes_per_ms = numbers.numel() * numbers.element_size() / ms
+    bits = {kind: QUANTIZED_BITS.get(kind, 8 * dtype.itemsize) for kind in _kinds(dtype)}
+    shown = [f"{kind} {num_weights * each / 8 / bytes_per_ms:.1f}" for kind, each in bits.items()]
     print(f"\n{dtype}: memory gives {bytes_per_ms / 1e6:.1f} GB/s, so reading the weights takes ms: {', '.join(shown)}")
+
+
+def print_ranges(folder: Path, dtype: torch.dtype) -> None:
+    """Between which row counts a row's product keeps its bits, for each shape of fused weights."""
+    text = transformers.AutoConfig.from_pretrained(folder).get_text_config(decoder=True)
+    kv_heads, head_size = kv_shape(text)
+    hidden, inner, heads = text.hidden_size, text.intermediate_size, text.num_attention_heads
+    shapes = (
+        ((heads + 2 * kv_heads) * head_size, hidden),
+        (hidden, heads * head_size),
+        (2 * inner, hidden),
+        (hidden, inner),
+        (text.vocab_size, hidden),
+    )
+    found = {shape: row_range(*shape, dtype, False, torch.get_num_threads()) for shape in shapes}
+    shown = ", ".join(f"{n}×{k}: {least} to {most}" for (n, k), (least, most) in found.items())
+    print(f"{dtype}, rows whose products keep their bits: {shown}")
 
 
 def _kinds(dtype: torch.dtype) -> tuple[str, ...]:
@@ -127,6 +146,7 @@ def main() -> None:
     for name in arguments.dtypes:
         dtype: torch.dtype = getattr(torch, name)
         print_bounds(folder, dtype, arguments.repeats)
+        print_ranges(folder, dtype)
         print_forwards(folder, dtype, arguments.repeats)
 
 

@@ -1,7 +1,7 @@
 """Matrix products that give a row the same bits whatever other rows are computed with it.
 
 Libraries choose kernels, and with them the order of additions, by the number of rows. oneDNN's with weights packed once
-keep one order over a wide range of row counts; `_limits` finds the range for each shape when a model is loaded, and
+keep one order over a wide range of row counts; `row_range` finds the range for each shape when a model is loaded, and
 products of fewer rows are padded, those of more are split. So a drafted token is judged by the same numbers as a token
 generated alone, and speculation changes no bit of the text.
 """
@@ -16,7 +16,7 @@ COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 47, 48, 63, 64
 LEAST = (1, 2, 4, 8, 16)
 MOST = (128, 64, 32, 16)
 MANY = 128
-"""Rows of each product with weights that are not packed: no range of counts keeps one order there."""
+"""Rows of each product with weights that are not packed: always as many, so that it is always the same kernel."""
 PERIOD = 16
 FORMATS = (torch.float32, torch.bfloat16)
 """What is packed."""
@@ -33,7 +33,7 @@ class Product:
         self._range = 1, 2**31
         if weight.device.type == "cpu" and weight.dtype != torch.float64:
             outputs, inputs = weight.shape
-            self._range = _limits(outputs, inputs, weight.dtype, bias is not None, torch.get_num_threads())
+            self._range = row_range(outputs, inputs, weight.dtype, bias is not None, torch.get_num_threads())
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return _within(self._range, self._run, x)
@@ -69,7 +69,7 @@ def _packed(weight: torch.Tensor, bias: torch.Tensor | None) -> Run:
 
 
 @lru_cache(maxsize=1024)
-def _limits(outputs: int, inputs: int, dtype: torch.dtype, has_bias: bool, threads: int) -> tuple[int, int]:
+def row_range(outputs: int, inputs: int, dtype: torch.dtype, has_bias: bool, threads: int) -> tuple[int, int]:
     """(least, most) rows between which a row's bits stay, whatever their number and its place among them.
 
     Every output of the trial is a sum whose second half takes back the first, so that nothing but rounding is left: two
@@ -78,12 +78,11 @@ def _limits(outputs: int, inputs: int, dtype: torch.dtype, has_bias: bool, threa
     del threads  # only tells cached results apart
     generator = torch.Generator().manual_seed(0)
     half, order = inputs // 2, torch.randperm(inputs // 2, generator=generator)
-    weight = torch.randn(outputs, inputs, generator=generator)
+    weight = torch.randn(outputs, inputs, generator=generator, dtype=dtype)
     weight[:, half : 2 * half] = -weight[:, order]
-    few = torch.randn(PERIOD, inputs, generator=generator)
+    few, repeats = torch.randn(PERIOD, inputs, generator=generator, dtype=dtype), MOST[0] // PERIOD
     few[:, half : 2 * half] = few[:, order]
-    few, repeats = few.to(dtype), MOST[0] // PERIOD
-    run = _packed(weight.to(dtype), torch.zeros(outputs, dtype=dtype) if has_bias else None)
+    run = _packed(weight, torch.zeros(outputs, dtype=dtype) if has_bias else None)
     rows = few.repeat(repeats, 1)
     for least in LEAST:
         alone = torch.cat([run(block) for block in few.split(least)]).repeat(repeats, 1)

@@ -180,7 +180,7 @@ def _attend_parallel(units, query, keys, values, tables, firsts, positions, scal
 
 
 SERIAL_POSITIONS = 1024
-"""Up to so many key positions read in all, waking another thread takes longer than the work."""
+"""Up to so many key positions read in all, one thread does the work: waking another takes time too."""
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -190,10 +190,7 @@ def attend(units, query, keys, values, tables, firsts, positions, scaling, windo
     units: of `make_units` · tables [S, most blocks] · firsts [S + 1], each sequence's first row · positions [R]
     window: how many positions a row sees, 0 for all
     """
-    work = 0
-    for u in range(units.shape[0]):
-        work += positions[firsts[units[u, 0] + 1] - 1]
-    if work > SERIAL_POSITIONS:
+    if units.shape[0] * positions.max() > SERIAL_POSITIONS:
         _attend_parallel(units, query, keys, values, tables, firsts, positions, scaling, window, out)
     else:
         for u in range(units.shape[0]):

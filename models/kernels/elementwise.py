@@ -9,7 +9,7 @@ from numba import njit, prange, types
 from numba.extending import overload
 
 SERIAL_ROWS = 16
-"""Up to so many rows waking another thread takes longer than the work."""
+"""Up to so many rows, one thread does the work: waking another takes time too."""
 
 
 def wide(number):
@@ -48,7 +48,7 @@ def _put(array, at, number):
 
 @njit(nogil=True, inline="always")
 def exp_of_negative(x):
-    """e^x for x ≤ 0 in float32, to 2 units in the last place (Cephes); below −87 1e-38 is as good as 0."""
+    """e^x for x ≤ 0 in float32, by Cephes' polynomial; below −87 it stays at e^−87, which is as good as 0."""
     x = max(x, np.float32(-87.0))
     whole = np.int32(x * np.float32(1.4426950408889634) - np.float32(0.5))
     n = np.float32(whole)
