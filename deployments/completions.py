@@ -6,9 +6,10 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from cluster.config import AppConfig
+from deployments.logprobs import Entry
 from deployments.openai_api import ApiError, ChatBody, CompletionBody, Generation
 from deployments.router_link import RouterLink
-from kvstate.protocol import FinishReason, Logprobs, OpenRequest, Sampling, SpecMetrics, Speculation
+from kvstate.protocol import FinishReason, OpenRequest, Sampling, SpecMetrics, Speculation
 from models.tokenizer import IncrementalDetokenizer, Tokenizer, TokenizerError
 
 
@@ -23,7 +24,7 @@ class Piece:
     output_len: int
     finish_reason: FinishReason | None = None
     metrics: SpecMetrics | None = None
-    logprobs: tuple[tuple[int, Logprobs], ...] = ()
+    logprobs: tuple[Entry, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +151,8 @@ async def pieces(link: RouterLink, message: OpenRequest, cutter: TextCutter) -> 
             if cutter.is_cut and not was_cut and not ended:
                 link.cut(message, cutter.num_tokens)
             logprobs = tuple(zip(part.tokens, part.logprobs, strict=False))[: cutter.num_tokens - known]
-            if cutter.is_cut and ended:
-                yield Piece(text, cutter.num_tokens, FinishReason.STOP, part.metrics, logprobs)
-            elif not was_cut:
-                yield Piece(text, cutter.num_tokens, part.finish_reason, part.metrics, logprobs)
+            if ended or not was_cut:
+                reason = FinishReason.STOP if ended and cutter.is_cut else part.finish_reason
+                yield Piece(text, cutter.num_tokens, reason, part.metrics, logprobs)
             if ended:
                 return

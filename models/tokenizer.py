@@ -53,6 +53,7 @@ class HubTokenizer:
         own = self._tokenizer.eos_token_id
         self.stop_ids = read_end_ids(folder) | (frozenset() if own is None else frozenset({own}))
         self.vocabulary = read_fingerprint(folder)
+        self._special_ids = frozenset(self._tokenizer.all_special_ids)
         self._bytes_of = _byte_letters() if _is_byte_level(self._tokenizer) else {}
 
     def encode(self, text: str) -> list[int]:
@@ -78,7 +79,7 @@ class HubTokenizer:
         name: str | None = self._tokenizer.convert_ids_to_tokens(token)
         if name is None:
             return b""
-        if token in self._tokenizer.all_special_ids:
+        if token in self._special_ids:
             return name.encode()
         if self._bytes_of and set(name) <= self._bytes_of.keys():
             return bytes(self._bytes_of[letter] for letter in name)
