@@ -7,7 +7,9 @@ drift hits all alike. docs/benchmarks.md says what is measured. An engine that c
 import argparse
 import json
 import os
+import signal
 import statistics
+import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +21,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.peers.engines import Engine, Peer, Served, Unavailable, Wish
+from benchmarks.peers.engines import Engine, Peer, Served, Unavailable
 from models.tokenizer import HubTokenizer
 from models.weights import prepare
 
@@ -36,17 +38,14 @@ PEERS = {
     "vllm-ngram": ("vllm==0.32.0",),
 }
 TARGET = {"name": "target", "kind": "transformers", "source": SOURCE, "dtype": "bfloat16"}
-APPS: dict[str, list[dict[str, Any]]] = {
-    "bf16": [TARGET],
-    "int4": [{**TARGET, "quantization": "int4"}],
-    "ngram-bf16": [{"name": "ngram", "kind": "ngram"}, TARGET],
-    "laptop": [{"name": "ngram", "kind": "ngram"}, {**TARGET, "name": "int4", "quantization": "int4"}, TARGET],
-}
-SERVED = {
-    "SpecRelay bf16 target only": ("bf16", {"mode": "off"}),
-    "SpecRelay int4 target only": ("int4", {"mode": "off"}),
-    "SpecRelay ngram → bf16 adaptive": ("ngram-bf16", {"mode": "auto"}),
-    "SpecRelay ngram → int4 → bf16 adaptive": ("laptop", {"mode": "auto"}),
+NGRAM = {"name": "ngram", "kind": "ngram"}
+INT4 = {**TARGET, "name": "int4", "quantization": "int4"}
+OFF, AUTO = {"mode": "off"}, {"mode": "auto"}
+SERVED: dict[str, tuple[list[dict[str, Any]], dict[str, str]]] = {
+    "SpecRelay bf16 target only": ([TARGET], OFF),
+    "SpecRelay int4 target only": ([INT4], OFF),
+    "SpecRelay ngram → bf16 adaptive": ([NGRAM, TARGET], AUTO),
+    "SpecRelay ngram → int4 → bf16 adaptive": ([NGRAM, INT4, TARGET], AUTO),
 }
 
 
@@ -141,6 +140,7 @@ def main() -> None:
     unknown = set(arguments.engines) - PEERS.keys() - SERVED.keys()
     if unknown:
         parser.error(f"unknown engines {sorted(unknown)}; there are {[*PEERS, *SERVED]}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is stopped
     print(f"machine: {len(os.sched_getaffinity(0))} CPUs, load {os.getloadavg()[0]:.1f}")
     prompts = read_prompts(arguments.prompts, HubTokenizer(prepare(SOURCE, None)), arguments.per_category)
     lengths = [len(prompt.ids) for prompt in prompts]
@@ -148,10 +148,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         engines = dict(start_peers([n for n in arguments.engines if n in PEERS], arguments.gguf, stack))
         for name in [n for n in arguments.engines if n in SERVED]:
-            app_name, wish = SERVED[name]
-            app = Served({"models": APPS[app_name], "kv": {"prefix_cache": False}}, Path(folder))
+            models, speculation = SERVED[name]
+            app = Served({"models": models, "kv": {"prefix_cache": False}}, speculation, Path(folder))
             stack.callback(app.stop)
-            engines[name] = Wish(app, wish)
+            engines[name] = app
         for times in measure(engines, prompts, arguments.tokens, arguments.repeats):
             title = f"{arguments.tokens} tokens after each prompt, {len(times[arguments.base][0])} repeats"
             print_table(title, times, prompts, arguments.tokens, arguments.base)

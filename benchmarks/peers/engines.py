@@ -92,33 +92,25 @@ class Peer:
 
 
 class Served:
-    """SpecRelay as its users start it; `config` as in a file."""
+    """SpecRelay as its users start it, asked with one kind of speculation; `config` as in a file."""
 
-    def __init__(self, config: Mapping[str, Any], folder: Path) -> None:
-        self._port = _free_port()
-        path = folder / f"served-{self._port}.yaml"
+    def __init__(self, config: Mapping[str, Any], speculation: Mapping[str, Any], folder: Path) -> None:
+        port = _free_port()
+        path = folder / f"served-{port}.yaml"
         path.write_text(yaml.safe_dump(dict(config)))
-        self._model = path.stem
+        self._asked = {"model": path.stem, "temperature": 0, "ignore_eos": True, "speculation": dict(speculation)}
         self._log = (folder / f"{path.stem}.log").open("w")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "specrelay", "serve", path, "--port", str(self._port)],
+            [sys.executable, "-m", "specrelay", "serve", path, "--port", str(port)],
             cwd=ROOT,
             stdout=self._log,
             stderr=subprocess.STDOUT,
         )
-        self._client = httpx.Client(base_url=f"http://127.0.0.1:{self._port}", timeout=ANSWER_S)
+        self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=ANSWER_S)
         self._wait(path)
 
-    def ask(self, prompt: list[int], count: int, wish: Mapping[str, Any]) -> Result:
-        """Greedy, to the full count; `wish` as in a request's `speculation`."""
-        body = {
-            "model": self._model,
-            "prompt": prompt,
-            "max_tokens": count,
-            "temperature": 0,
-            "ignore_eos": True,
-            "speculation": dict(wish),
-        }
+    def answer(self, prompt: list[int], count: int) -> Result:
+        body = {**self._asked, "prompt": prompt, "max_tokens": count}
         started_s = time.perf_counter()
         response = self._client.post("/v1/completions", json=body)
         took_s = time.perf_counter() - started_s
@@ -140,22 +132,8 @@ class Served:
                 if self._client.get("/health").status_code == httpx.codes.OK:
                     return
             time.sleep(0.5)
-        self._process.kill()
-        raise Unavailable(f"{path.name} did not start; see {self._log.name}")
-
-
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """A running app, asked with one kind of speculation."""
-
-    app: Served
-    wish: Mapping[str, Any]
-
-    def answer(self, prompt: list[int], count: int) -> Result:
-        return self.app.ask(prompt, count, self.wish)
-
-    def stop(self) -> None:
-        self.app.stop()
+        self.stop()
+        raise Unavailable(f"{path.name} did not start: {Path(self._log.name).read_text()[-500:]}")
 
 
 def environment(name: str, requirements: tuple[str, ...]) -> Path:
