@@ -54,6 +54,12 @@ async def alone(cluster: InProcessCluster, prompt: bytes, max_tokens: int) -> li
     return (await cluster.generate(prompt, GREEDY, max_tokens, (256,), Speculation("off"))).tokens
 
 
+async def nothing_held(cluster: InProcessCluster) -> None:
+    async with asyncio.timeout(10.0):
+        while any(engine.held() for engine in cluster.engines.values()):  # noqa: ASYNC110 - cores have no event for it
+            await asyncio.sleep(0.001)
+
+
 @pytest.mark.parametrize("chain", CHAINS)
 async def test_text_is_the_targets_with_accepted_and_rejected_drafts(chain: tuple[str, ...]) -> None:
     async with running(chain_of_three()) as cluster:
@@ -172,9 +178,8 @@ async def test_every_holder_ends_at_the_committed_length_and_frees_it() -> None:
                     while not cluster.coordinator.converged(seq):  # noqa: ASYNC110 - cores have no event for it
                         await asyncio.sleep(0.001)
                 break
-        async with asyncio.timeout(5.0):
-            while any(engine.held() for engine in cluster.engines.values()):  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
+        await nothing_held(cluster)
+        assert [engine.report().sequences for engine in cluster.engines.values()] == [0, 0, 0]
 
 
 async def test_case_16_a_drafter_with_too_short_a_context_is_left_out_of_that_request_only() -> None:
@@ -323,12 +328,6 @@ async def test_case_9_logprobs_are_the_targets_over_its_raw_logits(tiny: Path, s
                 assert given.logprob == pytest.approx(float(row[token]), abs=1e-6)
                 assert [t for t, _ in given.top] == row.topk(3).indices.tolist()
                 assert [value for _, value in given.top] == pytest.approx(row.topk(3).values.tolist(), abs=1e-6)
-
-
-async def nothing_held(cluster: InProcessCluster) -> None:
-    async with asyncio.timeout(10.0):
-        while any(engine.held() for engine in cluster.engines.values()):  # noqa: ASYNC110 - cores have no event for it
-            await asyncio.sleep(0.001)
 
 
 @pytest.mark.parametrize("chain", [("a", "t"), ("n", "a", "t")])
