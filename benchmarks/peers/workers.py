@@ -1,7 +1,8 @@
-"""Engines that SpecRelay is measured against, each behind the same two lines: a prompt in, its answer and times out.
+"""Engines that SpecRelay is measured against, each behind the same two lines: prompts in, their answers and times out.
 
 Run by the interpreter of the peer's own environment, without any of our code: `python workers.py KIND FOLDER`.
-Reads JSON lines {"prompt": [token ids], "tokens": N} and writes {"tokens": [...], "seconds": …}, first {"ready": …}.
+Reads JSON lines {"prompts": [[token ids], …], "tokens": N} and writes {"counts": [tokens made, …], "seconds": …}, first
+{"ready": …}. What an engine cannot compute at once it computes one after another.
 """
 
 import json
@@ -9,104 +10,96 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
-Answer = Callable[[list[int], int], list[int]]
-
-
-def transformers_plain(folder: str) -> Answer:
-    return _transformers(folder, {})
+Answer = Callable[[list[list[int]], int], list[int]]
 
 
-def transformers_lookup(folder: str) -> Answer:
-    return _transformers(folder, {"prompt_lookup_num_tokens": 10})
-
-
-def _transformers(folder: str, options: dict[str, object]) -> Answer:
+def transformers(folder: str, options: dict[str, object]) -> Answer:
     import torch
     import transformers
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
 
-    def answer(prompt: list[int], count: int) -> list[int]:
+    def answer(prompt: list[int], count: int) -> int:
         ids = torch.tensor([prompt])
-        made = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=count,
-            min_new_tokens=count,
-            do_sample=False,
-            pad_token_id=0,
-            **options,
-        )
-        return [int(token) for token in made[0, len(prompt) :]]
+        limits = {"max_new_tokens": count, "min_new_tokens": count}
+        mask = torch.ones_like(ids)
+        made = model.generate(ids, attention_mask=mask, do_sample=False, pad_token_id=0, **limits, **options)
+        return int(made.shape[1]) - len(prompt)
 
-    return answer
+    return one_by_one(answer)
 
 
-def llama_cpp(path: str) -> Answer:
-    """`path`: a GGUF file."""
+def llama_cpp(folder: str, kind: str | None) -> Answer:
+    """The GGUF file that a package in this environment carries; or the same in another kind, made at the first run."""
+    del folder
     import llama_cpp
 
+    path = next(Path(sys.prefix).rglob("site-packages/**/*.gguf"))
+    if kind is not None:
+        carried, path = path, Path(sys.prefix) / f"{path.stem}-{kind}.gguf"
+        if not path.exists():
+            params = llama_cpp.llama_model_quantize_default_params()
+            params.ftype, params.allow_requantize = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}"), True
+            assert llama_cpp.llama_model_quantize(str(carried).encode(), str(path).encode(), params) == 0, path
     threads = len(os.sched_getaffinity(0))
-    model = llama_cpp.Llama(model_path=path, n_ctx=4096, n_threads=threads, n_threads_batch=threads, verbose=False)
+    model = llama_cpp.Llama(str(path), n_ctx=4096, n_threads=threads, n_threads_batch=threads, verbose=False)
 
-    def answer(prompt: list[int], count: int) -> list[int]:
+    def answer(prompt: list[int], count: int) -> int:
         model.reset()
-        made: list[int] = []
-        for token in model.generate(prompt, temp=0.0, reset=True):
-            made.append(int(token))
-            if len(made) == count:
-                return made
+        for made, _ in enumerate(model.generate(prompt, temp=0.0, reset=True), start=1):
+            if made == count:
+                break
         return made
 
-    return answer
+    return one_by_one(answer)
 
 
-def vllm_plain(folder: str) -> Answer:
-    return _vllm(folder, None)
-
-
-def vllm_ngram(folder: str) -> Answer:
-    return _vllm(folder, {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4})
-
-
-def _vllm(folder: str, speculative: dict[str, object] | None) -> Answer:
+def vllm(folder: str, speculative: dict[str, object] | None) -> Answer:
     import vllm
 
     model = vllm.LLM(
         folder, dtype="bfloat16", max_model_len=4096, enable_prefix_caching=False, speculative_config=speculative
     )
 
-    def answer(prompt: list[int], count: int) -> list[int]:
+    def answer(prompts: list[list[int]], count: int) -> list[int]:
         sampling = vllm.SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
-        [made] = model.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
-        return list(made.outputs[0].token_ids)
+        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        return [len(made.outputs[0].token_ids) for made in model.generate(asked, sampling, use_tqdm=False)]
 
     return answer
 
 
+def one_by_one(answer: Callable[[list[int], int], int]) -> Answer:
+    return lambda prompts, count: [answer(prompt, count) for prompt in prompts]
+
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}
 KINDS: dict[str, Callable[[str], Answer]] = {
-    "transformers": transformers_plain,
-    "transformers-lookup": transformers_lookup,
-    "llama.cpp": llama_cpp,
-    "vllm": vllm_plain,
-    "vllm-ngram": vllm_ngram,
+    "transformers": partial(transformers, options={}),
+    "transformers-lookup": partial(transformers, options={"prompt_lookup_num_tokens": 10}),
+    "llama.cpp-Q4_1": partial(llama_cpp, kind=None),
+    "llama.cpp-BF16": partial(llama_cpp, kind="BF16"),
+    "vllm": partial(vllm, speculative=None),
+    "vllm-ngram": partial(vllm, speculative=NGRAM),
 }
 
 
 def main() -> None:
-    kind, source = sys.argv[1:]
+    kind, folder = sys.argv[1:]
     replies = os.fdopen(os.dup(1), "w")  # what libraries print must not come between the replies
     os.dup2(2, 1)
-    answer = KINDS[kind](source)
+    answer = KINDS[kind](folder)
     print(json.dumps({"ready": kind}), file=replies, flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
         started_s = time.perf_counter()
-        tokens = answer(asked["prompt"], asked["tokens"])
+        counts = answer(asked["prompts"], asked["tokens"])
         took_s = time.perf_counter() - started_s
-        print(json.dumps({"tokens": tokens, "seconds": took_s}), file=replies, flush=True)
+        print(json.dumps({"counts": counts, "seconds": took_s}), file=replies, flush=True)
 
 
 if __name__ == "__main__":
