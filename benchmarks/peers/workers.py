@@ -62,7 +62,12 @@ def vllm(folder: str, speculative: dict[str, object] | None) -> Answer:
     import vllm
 
     model = vllm.LLM(
-        folder, dtype="bfloat16", max_model_len=4096, enable_prefix_caching=False, speculative_config=speculative
+        folder,
+        dtype="bfloat16",
+        max_model_len=4096,
+        gpu_memory_utilization=0.4,  # of the main memory, here
+        enable_prefix_caching=False,
+        speculative_config=speculative,
     )
 
     def answer(prompts: list[list[int]], count: int) -> list[int]:
