@@ -22,7 +22,7 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.peers.engines import Engine, Packages, Peer, Served, Unavailable
+from benchmarks.peers.engines import App, Engine, Packages, Peer, Served, Unavailable
 from models.tokenizer import HubTokenizer
 from models.weights import prepare
 
@@ -44,14 +44,17 @@ PEERS = {
 TARGET = {"name": "target", "kind": "transformers", "source": SOURCE, "dtype": "bfloat16"}
 NGRAM = {"name": "ngram", "kind": "ngram"}
 INT4 = {**TARGET, "name": "int4", "quantization": "int4"}
+APPS: dict[str, list[dict[str, Any]]] = {"laptop": [NGRAM, INT4, TARGET], "int4": [INT4]}
 OFF, AUTO = {"mode": "off"}, {"mode": "auto"}
-SERVED: dict[str, tuple[list[dict[str, Any]], dict[str, str]]] = {
-    "bf16": ([TARGET], OFF),
-    "int4": ([INT4], OFF),
-    "ngram-bf16": ([NGRAM, TARGET], AUTO),
-    "ngram-int4-bf16": ([NGRAM, INT4, TARGET], AUTO),
+SERVED: dict[str, tuple[str, dict[str, Any]]] = {
+    "bf16": ("laptop", OFF),
+    "int4": ("int4", OFF),
+    "adaptive": ("laptop", AUTO),
+    "ngram-bf16": ("laptop", {"mode": "fixed", "chain": ["ngram", "target"]}),
+    "int4-bf16": ("laptop", {"mode": "fixed", "chain": ["int4", "target"]}),
+    "ngram-int4-bf16": ("laptop", {"mode": "fixed", "chain": ["ngram", "int4", "target"]}),
 }
-"""SpecRelay's: models and speculation."""
+"""SpecRelay's: app and speculation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,16 @@ def start_peers(names: Sequence[str], stack: ExitStack) -> Iterator[tuple[str, E
             continue
         stack.callback(peer.stop)
         yield name, peer
+
+
+def start_apps(names: Sequence[str], folder: Path, stack: ExitStack) -> Iterator[tuple[str, Engine]]:
+    apps: dict[str, App] = {}
+    for name in names:
+        app, speculation = SERVED[name]
+        if app not in apps:
+            apps[app] = App({"models": APPS[app], "kv": {"prefix_cache": False}}, folder / f"{app}.yaml")
+            stack.callback(apps[app].stop)
+        yield name, Served(apps[app], speculation)
 
 
 Seconds = npt.NDArray[np.float64]
@@ -154,11 +167,7 @@ def main() -> None:
     print(f"prompts: {len(lengths)}, of {min(lengths)} to {max(lengths)} tokens, {arguments.at_once} at once")
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         engines = dict(start_peers([n for n in arguments.engines if n in PEERS], stack))
-        for name in [n for n in arguments.engines if n in SERVED]:
-            models, speculation = SERVED[name]
-            app = Served({"models": models, "kv": {"prefix_cache": False}}, speculation, Path(folder))
-            stack.callback(app.stop)
-            engines[name] = app
+        engines |= dict(start_apps([n for n in arguments.engines if n in SERVED], Path(folder), stack))
         base = arguments.base if arguments.base in engines else next(iter(engines))
         for times in measure(engines, jobs, arguments.tokens, arguments.repeats):
             print_table(times, jobs, arguments.tokens, base)

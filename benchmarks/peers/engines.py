@@ -44,8 +44,6 @@ class Engine(Protocol):
         """Seconds until each of these prompts, asked at once, has its `count` tokens."""
         ...
 
-    def stop(self) -> None: ...
-
 
 class Peer:
     """A worker process; `packages` are installed into an environment kept between runs, none means our own."""
@@ -97,23 +95,48 @@ class Peer:
         return reply
 
 
-class Served:
-    """SpecRelay as its users start it, asked with one kind of speculation; `config` as in a file."""
+class App:
+    """SpecRelay as its users start it; `config` as in a file, which is written to `path`."""
 
-    def __init__(self, config: Mapping[str, Any], speculation: Mapping[str, Any], folder: Path) -> None:
+    def __init__(self, config: Mapping[str, Any], path: Path) -> None:
         port = _free_port()
-        path = folder / f"served-{port}.yaml"
         path.write_text(yaml.safe_dump(dict(config)))
-        self._asked = {"model": path.stem, "temperature": 0, "ignore_eos": True, "speculation": dict(speculation)}
-        self._log = (folder / f"{path.stem}.log").open("w")
+        self.name = path.stem
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=ANSWER_S)
+        self._log = path.with_suffix(".log").open("w")
         self._process = subprocess.Popen(
             [sys.executable, "-m", "specrelay", "serve", path, "--port", str(port)],
             cwd=ROOT,
             stdout=self._log,
             stderr=subprocess.STDOUT,
         )
-        self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=ANSWER_S)
-        self._wait(path)
+        self._wait()
+
+    def stop(self) -> None:
+        self.client.close()
+        self._process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(60.0)
+        self._process.kill()
+        self._log.close()
+
+    def _wait(self) -> None:
+        deadline_s = time.monotonic() + START_S
+        while time.monotonic() < deadline_s and self._process.poll() is None:
+            with suppress(httpx.HTTPError):
+                if self.client.get("/health").status_code == httpx.codes.OK:
+                    return
+            time.sleep(0.5)
+        self.stop()
+        raise Unavailable(f"{self.name} did not start: {Path(self._log.name).read_text()[-500:]}")
+
+
+class Served:
+    """An app asked with one kind of speculation."""
+
+    def __init__(self, app: App, speculation: Mapping[str, Any]) -> None:
+        self._client = app.client
+        self._asked = {"model": app.name, "temperature": 0, "ignore_eos": True, "speculation": dict(speculation)}
 
     def answer(self, prompts: Sequence[list[int]], count: int) -> float:
         def ask(prompt: list[int]) -> int:
@@ -128,24 +151,6 @@ class Served:
         took_s = time.perf_counter() - started_s
         assert counts == [count] * len(prompts), counts
         return took_s
-
-    def stop(self) -> None:
-        self._client.close()
-        self._process.send_signal(signal.SIGINT)
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(60.0)
-        self._process.kill()
-        self._log.close()
-
-    def _wait(self, path: Path) -> None:
-        deadline_s = time.monotonic() + START_S
-        while time.monotonic() < deadline_s and self._process.poll() is None:
-            with suppress(httpx.HTTPError):
-                if self._client.get("/health").status_code == httpx.codes.OK:
-                    return
-            time.sleep(0.5)
-        self.stop()
-        raise Unavailable(f"{path.name} did not start: {Path(self._log.name).read_text()[-500:]}")
 
 
 def environment(name: str, packages: Packages) -> Path:
