@@ -37,6 +37,10 @@ _REACH_S = 5.0
 _JOIN_S = 60.0
 _START_S = 120.0
 _STOP_S = 60.0
+_OWN_RAY = {"RAY_worker_niceness": "0", "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5"}
+"""Unless they are set. Nothing else on this machine matters more than the models, and each pass of Serve's control loop
+interrupts them: a forward waits for the slowest of its threads.
+"""
 _NOT_UPLOADED = [".git", ".venv", ".ci", "tests", "docs", "k8s", "**/__pycache__", ".*_cache"]
 
 
@@ -214,7 +218,7 @@ def _own_environment(root: Path) -> Iterator[None]:
     wanted = {
         "PYTHONPATH": os.pathsep.join([str(root), *([inherited] if inherited else [])]),
         "RAY_USAGE_STATS_ENABLED": "0",
-    }
+    } | {name: os.environ.get(name, value) for name, value in _OWN_RAY.items()}
     before = {name: os.environ.get(name) for name in (*wanted, "RAY_AUTH_MODE")}
     os.environ.update(wanted)
     try:

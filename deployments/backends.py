@@ -1,6 +1,7 @@
 """From a model's config to its backend and the app's tokenizer. Runs in the replica's process; weights are prepared."""
 
 import json
+import os
 from pathlib import Path
 
 from cluster.config import AppConfig, Emulate, EmulatedModel, NgramModel, TransformersModel
@@ -11,6 +12,9 @@ from models.ngram import NgramBackend
 from models.tokenizer import ByteTokenizer, HubTokenizer, Tokenizer, read_end_ids, read_fingerprint, read_vocabulary
 
 EMULATED_BLOCKS = 4096
+OPENMP_SPINS = "10000"
+"""How often an OpenMP thread looks for work before it sleeps: longer than the gap between two products, and far shorter
+than libgomp's default, with which the threads of an idle replica keep the processors from those who have work."""
 
 
 def build_backend(config: AppConfig, name: str) -> Backend:
@@ -23,6 +27,7 @@ def build_backend(config: AppConfig, name: str) -> Backend:
         case NgramModel():
             return _ngram(config)
         case TransformersModel():
+            os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPINS)  # read once, when torch is imported
             from deployments import torch_backends  # here, because emulated models need not wait for torch
 
             return torch_backends.build(config, model, _folder(model))

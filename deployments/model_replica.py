@@ -5,6 +5,7 @@ import logging
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -42,14 +43,26 @@ class ModelReplica:
         self._model = next(m for m in config.models if m.name == model)
         self._is_target = config.target.name == model
         self._loop = asyncio.get_running_loop()
-        self._backend = await asyncio.to_thread(build_backend, config, model)
-        self._engine = Engine(
-            self._backend, self._deliver, lease_s=config.kv.lease_s, prefix_cache=config.kv.prefix_cache
-        )
-        profile = await asyncio.to_thread(self._engine.profile)
-        self._thread = threading.Thread(target=self._engine.run, name="engine", daemon=True)
+        ready: Future[tuple[Backend, Engine, Profile]] = Future()
+        self._thread = threading.Thread(target=self._compute, args=(config, ready), name="engine", daemon=True)
         self._thread.start()
+        self._backend, self._engine, profile = await asyncio.wrap_future(ready)
         await self._connect(config, coordinator, profile)
+
+    def _compute(self, config: AppConfig, ready: "Future[tuple[Backend, Engine, Profile]]") -> None:
+        """Everything that computes with the model, loading included, on this one thread.
+
+        OpenMP keeps workers for each thread that ever started some; once there are more than processors, all of them
+        sleep between two products, and waking them takes as long as a small product.
+        """
+        try:
+            backend = build_backend(config, self._model.name)
+            engine = Engine(backend, self._deliver, lease_s=config.kv.lease_s, prefix_cache=config.kv.prefix_cache)
+            ready.set_result((backend, engine, engine.profile()))
+        except BaseException as error:
+            ready.set_exception(error)
+            raise
+        engine.run()
 
     async def _connect(self, config: AppConfig, coordinator: DeploymentHandle[Any], profile: Profile) -> None:
         replica_id = serve.get_replica_context().replica_tag

@@ -95,6 +95,11 @@ class Planning:
         record.seconds += seconds
         record.tokens += num_tokens
         record.rounds += 1
+        self._budget.rounds_s += seconds
+
+    def record_probe(self, busy_s: float) -> None:
+        """What the probed models computed for it."""
+        self._budget.probes_s += busy_s
 
     # ------------------------------------------------------------------------------------------------------ choosing
 
@@ -109,8 +114,12 @@ class Planning:
             return self._fixed(models, self._settings.chain, self._settings.windows)
         return self._adaptive(models)
 
-    def choose_probe(self, holders: Sequence[str], chain: Sequence[str], output_len: int) -> ProbePlan | None:
-        """The probe that goes beside this round, if any; counted."""
+    def choose_probe(
+        self, holders: Sequence[str], chain: Sequence[str], output_len: int, speculation: Speculation
+    ) -> ProbePlan | None:
+        """The probe that goes beside this round, if any; counted. None where the planner's choice is not asked for."""
+        if speculation.mode != "auto" or self._settings.policy == "fixed":
+            return None
         models = [name for name in self._settings.models if name in holders]
         probe = choose_probe(self._budget, self.snapshot(), models, chain, output_len, self._settings.explore)
         self._budget.record(probe)

@@ -2,9 +2,10 @@
 
 A probe lets models sample at the last committed positions (at most 64), in one forward each; the target's samples there
 are the committed tokens themselves, so the target is never probed. Probes take at most the share `explore` of all
-rounds, all of it while some pair has been examined at fewer than 64 positions, half of it later (a model that drifted
-must be noticed). One probe is allowed before the share has room for it, so that a pair unknown at the start is not
-unknown for 20 rounds.
+rounds and of all rounds' time, all of it while some pair has been examined at fewer than 64 positions, half of it later
+(a model that drifted must be noticed). One probe is allowed before the share has room for it, so that a pair unknown at
+the start is not unknown for 20 rounds; a probe that took long (a model that had not read the prompt) is paid off before
+the next.
 """
 
 from collections.abc import Sequence
@@ -31,6 +32,8 @@ class ProbeBudget:
 
     rounds: int = 0
     probes: int = 0
+    rounds_s: float = 0.0
+    probes_s: float = 0.0
     last_probed: dict[str, int] = field(default_factory=dict)
 
     def record(self, probed: ProbePlan | None) -> None:
@@ -68,7 +71,9 @@ def choose_probe(
 
 
 def _has_room(budget: ProbeBudget, share: float) -> bool:
-    return budget.probes == 0 or budget.probes + 1 <= share * (budget.rounds + 1)
+    if budget.probes == 0:
+        return True
+    return budget.probes + 1 <= share * (budget.rounds + 1) and budget.probes_s <= share * budget.rounds_s
 
 
 def _longest_ago(budget: ProbeBudget, pairs: Sequence[tuple[str, str]]) -> tuple[str, str]:

@@ -347,7 +347,8 @@ class RouterCore:
 
     def _start_probe(self, request: Request, driver: RoundDriver, plan: Plan) -> None:
         sequence = driver.sequence
-        probe = self.planning.choose_probe(tuple(sequence.holders), plan.chain, sequence.output_len)
+        speculation = request.message.speculation
+        probe = self.planning.choose_probe(tuple(sequence.holders), plan.chain, sequence.output_len, speculation)
         if probe is not None:
             self.stats.probes += 1
             task = asyncio.create_task(self._probe(driver, probe.models, probe.count))
@@ -359,6 +360,7 @@ class RouterCore:
         committed = driver.sequence.tokens[-num_positions:]
         replies = await asyncio.gather(*(driver.probe(model, num_positions) for model in models))
         samples = {m: list(r.samples) for m, r in zip(models, replies, strict=True) if r is not None}
+        self.planning.record_probe(sum(reply.timing.busy_s for reply in replies if reply is not None))
         if samples:
             self.planning.table.observe_probe({**samples, self._settings.target: committed})
 

@@ -141,6 +141,14 @@ def test_probes_start_at_once_prefer_unknown_pairs_and_stay_within_their_share()
     assert table.snapshot().pairs["a", "c"].samples >= 64
 
 
+def test_a_probe_that_took_long_is_paid_off_before_the_next() -> None:
+    budget = ProbeBudget(rounds=1000, probes=1, rounds_s=10.0, probes_s=1.0)
+    asked = (table_of("a", "b").snapshot(), ("a", "b"), ("b",), 10, 0.05)
+    assert choose_probe(budget, *asked) is None
+    budget.rounds_s = 20.0
+    assert choose_probe(budget, *asked) is not None
+
+
 def test_no_probe_where_nothing_can_be_learned_or_spent() -> None:
     snapshot, budget = table_of("a", "b").snapshot(), ProbeBudget()
     assert choose_probe(budget, snapshot, ("a", "b"), ("a", "b"), 10, 0.05) is None
