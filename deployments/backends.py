@@ -17,8 +17,11 @@ OPENMP_SPINS = "10000"
 than libgomp's default, with which the threads of an idle replica keep the processors from those who have work."""
 
 
-def build_backend(config: AppConfig, name: str) -> Backend:
-    """The backend of model `name`; loads weights, so call it off the event loop."""
+def build_backend(config: AppConfig, name: str, *, on_own_thread: bool = False) -> Backend:
+    """The backend of model `name`; loads weights, so call it off the event loop.
+
+    on_own_thread  the calling thread is new and will do nothing but compute with it (models/threads.py)
+    """
     model = next(m for m in config.models if m.name == name)
     match model:
         case EmulatedModel():
@@ -30,7 +33,7 @@ def build_backend(config: AppConfig, name: str) -> Backend:
             os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPINS)  # read once, when torch is imported
             from deployments import torch_backends  # here, because emulated models need not wait for torch
 
-            return torch_backends.build(config, model, _folder(model))
+            return torch_backends.build(config, model, _folder(model), on_own_thread=on_own_thread)
 
 
 def build_tokenizer(config: AppConfig) -> Tokenizer:

@@ -56,7 +56,7 @@ class ModelReplica:
         sleep between two products, and waking them takes as long as a small product.
         """
         try:
-            backend = build_backend(config, self._model.name)
+            backend = build_backend(config, self._model.name, on_own_thread=True)
             engine = Engine(backend, self._deliver, lease_s=config.kv.lease_s, prefix_cache=config.kv.prefix_cache)
             ready.set_result((backend, engine, engine.profile()))
         except BaseException as error:

@@ -10,6 +10,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from cluster.config import AppConfig, TransformersModel
 from cluster.preflight import available_cpus
 from models.kv_cache import KVCache, uses_kernels
+from models.threads import bind_workers
 from models.transformers_backend import TransformersBackend, kv_shape, plan_blocks
 
 DTYPES = {
@@ -20,8 +21,10 @@ DTYPES = {
 }
 
 
-def build(config: AppConfig, model: TransformersModel, folder: Path) -> TransformersBackend:
+def build(config: AppConfig, model: TransformersModel, folder: Path, *, on_own_thread: bool) -> TransformersBackend:
     torch.set_num_threads(model.threads or available_cpus())
+    if on_own_thread:
+        bind_workers()
     device = _device(model)
     dtype = _dtype(model, device)
     shape = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
