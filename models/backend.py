@@ -46,8 +46,6 @@ class Backend(Protocol):
     vocabulary   fingerprint of the token ids' meaning; equal for models that can stand in one chain
     context_len  most positions of a sequence
     end_ids      token ids after which this model drafts nothing more
-    wide_group   0, or: the KV of a prompt is made in groups of so many positions, and in other bits than that of the
-                 positions after its last whole group
     """
 
     vocabulary: str
@@ -56,9 +54,6 @@ class Backend(Protocol):
     num_blocks: int
     end_ids: frozenset[int]
 
-    @property
-    def wide_group(self) -> int: ...
-
     def forward(self, slices: Sequence[Slice]) -> list[list[int | None]]:
         """Compute the KV of every row and sample where asked.
 
@@ -66,8 +61,3 @@ class Backend(Protocol):
         guess (n-gram only). The target of a chain never returns None.
         """
         ...
-
-
-def shareable_len(prompt_len: int, wide_group: int) -> int:
-    """Leading positions of a prompt whose KV is the same in any longer prompt; its last token is never among them."""
-    return (prompt_len - 1) // max(1, wide_group) * max(1, wide_group)

@@ -138,7 +138,6 @@ class EmulatedBackend:
 
     vocabulary = VOCABULARY
     end_ids = frozenset({EOS})
-    wide_group = 0
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ from kvstate.protocol import (
     Step,
 )
 from kvstate.sequence import InvariantError, Ready, SequenceState, Stale, accept_step, apply_commit, apply_open, evict
-from models.backend import Backend, Slice, shareable_len
+from models.backend import Backend, Slice
 from models.tasks import Task, continue_draft, finish, is_overtaken, start_task
 
 log = logging.getLogger(__name__)
@@ -196,7 +196,7 @@ class Engine:
         assert isinstance(message, Open)
         holding = self._holdings.get(message.seq)
         if holding is None:
-            prompt = message.tokens[: shareable_len(message.prompt_len, self._backend.wide_group)]
+            prompt = message.tokens[: message.prompt_len - 1]
             keys = prefix_keys(prompt, self._blocks.block_tokens) if self._prefix_cache else ()
             holding = Holding(SequenceState(message.seq), self._clock(), keys)
             self._holdings[message.seq] = holding
@@ -264,8 +264,6 @@ class Engine:
         if self._prefix_cache and holding is not None and self._blocks.blocks(seq):
             state = holding.state
             known = state.tokens[: min(state.kv_len, state.committed_len)]
-            if self._backend.wide_group:
-                known = known[: shareable_len(state.prompt_len, self._backend.wide_group)]
             self._blocks.publish(seq, prefix_keys(known, self._blocks.block_tokens))
 
     def _forget(self, seq: int) -> None:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from models.backend import Slice, shareable_len
+from models.backend import Slice
 from models.kernels.attention import TILE, attend, make_units, store_rows
 
 Ids = npt.NDArray[np.int64]
@@ -28,25 +28,22 @@ class Pack:
     """One forward's layout: rows `firsts[s]` … `firsts[s + 1]` − 1 are of sequence s, whose blocks are `tables[s]`.
 
     positions [R] · firsts [S + 1] · tables [S, most blocks] · `calls`: how often each layer's attention ran
-    wide_ends [S]: rows at positions below are computed in whole groups of the prompt (`pack_rows`)
     """
 
     positions: Ids
     firsts: Ids
     tables: Ids
-    wide_ends: Ids
     calls: dict[int, int] = field(default_factory=dict)
 
 
-def pack_rows(slices: Sequence[Slice], wide_group: int = 0) -> Pack:
-    """Lay out the rows of all slices one after another; `wide_group` as in `Backend`."""
+def pack_rows(slices: Sequence[Slice]) -> Pack:
+    """Lay out the rows of all slices one after another."""
     tables = np.zeros((len(slices), max(len(s.block_ids) for s in slices)), np.int64)
     for table, s in zip(tables, slices, strict=True):
         table[: len(s.block_ids)] = s.block_ids
     positions = np.concatenate([np.arange(s.start, s.end, dtype=np.int64) for s in slices])
     firsts = np.cumsum([0, *(s.end - s.start for s in slices)], dtype=np.int64)
-    wide_ends = np.array([shareable_len(s.prompt_len, wide_group) if wide_group else 0 for s in slices], np.int64)
-    return Pack(positions, firsts, tables, wide_ends)
+    return Pack(positions, firsts, tables)
 
 
 @dataclass(frozen=True, slots=True)

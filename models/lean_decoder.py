@@ -6,7 +6,7 @@ Between products all is float32; they take and give what the weights are.
 Letters: R rows, C hidden size, D head size, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,6 @@ from models.kernels.layer import add_and_norm, attention_step
 from models.kv_cache import KVCache, Pack
 from models.quantized import PRODUCTS, AnyProduct
 
-WIDE_GROUP = 16
-"""Rows of a prompt: its whole groups are made by `wide`, so that only few are left to the kernels for few rows."""
 MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 Floats = npt.NDArray[np.float32]
 Array = npt.NDArray[np.float32] | npt.NDArray[np.uint16]
@@ -49,7 +47,6 @@ class LeanDecoder:
     """Made by `lean_decoder`."""
 
     def __init__(self, model: PreTrainedModel, quantization: str) -> None:
-        self.wide_group = WIDE_GROUP if quantization != "none" else 0
         decoder: Any = model.get_decoder()
         head: Any = model.get_output_embeddings()
         self._embedding: torch.Tensor = decoder.embed_tokens.weight.detach()
@@ -69,41 +66,17 @@ class LeanDecoder:
         rms_norm(x, self._norms[0], self._epsilon, _array(normed))
         turns = self._turns(pack)
         places = (cache.units(pack, self._num_heads), pack.tables, pack.firsts, pack.positions)
-        multiply = self._multiply(pack)
         for index, (layer, next_norm) in enumerate(zip(self._layers, self._norms[1:], strict=True)):
-            qkv = _array(multiply(layer.qkv, normed))
+            qkv = _array(layer.qkv(normed))
             norms = (layer.query_norm, layer.key_norm, self._epsilon)
             kv = (cache.keys[index], cache.values[index])
             attention_step(qkv, *norms, *turns, *kv, *places, layer.scaling, layer.window, _array(attended))
-            add_and_norm(x, _array(multiply(layer.out, attended)), layer.before_mlp, self._epsilon, _array(normed))
-            silu_gate(_array(multiply(layer.gate_up, normed)), _array(gated))
-            add_and_norm(x, _array(multiply(layer.down, gated)), next_norm, self._epsilon, _array(normed))
+            add_and_norm(x, _array(layer.out(attended)), layer.before_mlp, self._epsilon, _array(normed))
+            silu_gate(_array(layer.gate_up(normed)), _array(gated))
+            add_and_norm(x, _array(layer.down(gated)), next_norm, self._epsilon, _array(normed))
         if not wanted:
             return torch.empty(0, len(self._embedding))
         return self._head(normed[torch.tensor(wanted, dtype=torch.long)]).float()
-
-    def _multiply(self, pack: Pack) -> Callable[[AnyProduct, torch.Tensor], torch.Tensor]:
-        """How products are made in this forward: rows of whole groups of a prompt by `wide`, all others as they are.
-
-        Which it is depends on a row's position and its prompt's length alone, so a text does not depend on how its
-        prompt was cut into forwards.
-        """
-        is_wide = pack.positions < np.repeat(pack.wide_ends, np.diff(pack.firsts)) if self.wide_group else None
-        if is_wide is None or not is_wide.any():
-            return lambda product, x: product(x)
-        if is_wide.all():
-            return lambda product, x: product.wide(x)
-        many, few = (torch.from_numpy(np.flatnonzero(which)) for which in (is_wide, ~is_wide))
-
-        def both(product: AnyProduct, x: torch.Tensor) -> torch.Tensor:
-            by_wide = product.wide(x[many])
-            return (
-                by_wide.new_empty(len(x), by_wide.shape[1])
-                .index_copy_(0, many, by_wide)
-                .index_copy_(0, few, product(x[few]))
-            )
-
-        return both
 
     def _room(self, rows: int, columns: int) -> torch.Tensor:
         """For what products take; torch's own memory, because its kernels count on its alignment."""

@@ -123,7 +123,6 @@ class NgramBackend:
         self.end_ids = end_ids
         self.context_len = context_len
         self.block_tokens = context_len
-        self.wide_group = 0
         self.num_blocks = num_blocks
         self._max_order = max_order
         self._bigrams = BigramMemory(most_bigrams)

@@ -7,7 +7,7 @@ generated alone, and speculation changes no bit of the text.
 """
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import torch
 from torch.nn.functional import linear, pad
@@ -15,8 +15,6 @@ from torch.nn.functional import linear, pad
 COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 47, 48, 63, 64, 65, 96, 127, 128)
 LEAST = (1, 2, 4, 8, 16)
 MOST = (128, 64, 32, 16)
-MANY = 128
-"""Rows of each product with weights that are not packed: always as many, so that it is always the same kernel."""
 PERIOD = 16
 FORMATS = (torch.float32, torch.bfloat16)
 """What is packed."""
@@ -37,15 +35,6 @@ class Product:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return _within(self._range, self._run, x)
-
-    def wide(self, x: torch.Tensor) -> torch.Tensor:
-        """As the call: many rows take the same kernel as few."""
-        return self(x)
-
-
-def multiply_many(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """As `Product`, for many rows and weights that are used once: they are not packed."""
-    return _within((MANY, MANY), partial(linear, weight=weight, bias=bias), x)
 
 
 def _within(counts: tuple[int, int], run: Run, x: torch.Tensor) -> torch.Tensor:

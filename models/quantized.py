@@ -1,73 +1,85 @@
-"""Weight-only quantized products by torch's CPU kernels, made from full weights at load. Activations keep their dtype.
+"""Weight-only quantized products on a CPU, made from full weights at load (models/kernels/integer.py).
 
-int8: one scale per output, symmetric. int4: a scale and a zero point per output and 32 inputs, asymmetric. Both kernels
-give a row the same bits whatever rows are computed with it, so no padding is needed (models/products.py). They are made
-for few rows; `wide` serves the many rows of a prefill with the weights dequantized for the moment.
+int8: one scale per output, symmetric. int4: a scale and an offset per output and 32 inputs, asymmetric. Rows are
+quantized to bytes in groups of 32 as they come. A row has the same bits whatever rows are computed with it, so no
+padding is needed (models/products.py), and many rows take the same kernel as few.
 """
 
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from models.kernels.dequantize import dequantize_int4
-from models.products import Product, multiply_many
+from models.kernels.integer import GROUP, multiply_int4, multiply_int8
+from models.kernels.simd import LANES
+from models.products import Product
 
-GROUP = 32
-INT4_OUTPUTS = 16
-"""Outputs come in multiples of this."""
-
-
-class Int8Product:
-    """x [R, K] → x · weightᵀ (+ bias), [R, N]."""
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        wide = weight.float()
-        scales = (wide.abs().amax(dim=1) / 127.0).clamp_(min=1e-12)
-        self._weight = (wide / scales[:, None]).round_().clamp_(-127, 127).to(torch.int8)
-        self._scales = scales.to(weight.dtype)
-        self._bias = bias
-        self.dtype, self.num_inputs = weight.dtype, weight.shape[1]
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        out = torch._weight_int8pack_mm(x.contiguous(), self._weight, self._scales)  # noqa: SLF001 - no public name
-        return out if self._bias is None else out + self._bias
-
-    def wide(self, x: torch.Tensor) -> torch.Tensor:
-        """The same for many rows; in other bits."""
-        return multiply_many(x, self._weight.to(self.dtype) * self._scales[:, None], self._bias)
+Floats = npt.NDArray[np.float32]
 
 
-class Int4Product:
-    """x [R, K] → x · weightᵀ (+ bias), [R, N]. K must be a multiple of GROUP, N one of INT4_OUTPUTS.
+class _IntegerProduct:
+    """x [R, K] float32 → x · weightᵀ (+ bias), float32 [R, N]. `codes` and `steps` as the kernel wants them."""
 
-    The codes are kept twice, as torch's kernel wants them and as rows of bytes for `wide`.
-    """
+    dtype = torch.float32
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        groups = weight.float().unflatten(1, (-1, GROUP))  # [N, K / GROUP, GROUP]
-        low, high = groups.amin(dim=-1), groups.amax(dim=-1)
-        scales = ((high - low) / 15.0).clamp_(min=1e-12)
-        codes = ((groups - low[..., None]) / scales[..., None]).round_().clamp_(0, 15).flatten(1)
-        # The kernel computes (code − 8) · scale + zero.
-        scales_and_zeros = torch.stack((scales, low + 8.0 * scales), dim=-1).to(weight.dtype)  # [N, K / GROUP, 2]
-        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu  # noqa: SLF001 - no public name
-        self._weight = packed(codes.to(torch.int32), 1)
-        self._scales_and_zeros = scales_and_zeros.transpose(0, 1).contiguous()
-        self._bias = bias
-        halves = codes.to(torch.uint8).unflatten(1, (-1, 2))
-        self._codes = (halves[..., 0] | (halves[..., 1] << 4)).numpy()
-        self._wide_scales = scales_and_zeros.float().numpy()
-        self.dtype, self.num_inputs = weight.dtype, weight.shape[1]
+    def __init__(
+        self, kernel: Any, codes: npt.NDArray[np.uint8], steps: npt.NDArray[Any], weight: torch.Tensor, bias: Any
+    ) -> None:
+        self._kernel, self._codes, self._steps = kernel, codes, steps
+        self._num_outputs, self.num_inputs = weight.shape
+        self._bias = None if bias is None else bias.float()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        multiply = torch.ops.aten._weight_int4pack_mm_for_cpu  # noqa: SLF001 - no public name
-        out: torch.Tensor = multiply(x.contiguous(), self._weight, GROUP, self._scales_and_zeros)
-        return out if self._bias is None else out + self._bias
+        out = torch.empty(len(x), len(self._codes) * LANES)
+        self._kernel(x.contiguous().numpy(), self._codes, self._steps, out.numpy())
+        if self._num_outputs != out.shape[1]:
+            out = out[:, : self._num_outputs].contiguous()
+        return out if self._bias is None else out.add_(self._bias)
 
-    def wide(self, x: torch.Tensor) -> torch.Tensor:
-        """The same for many rows; in other bits."""
-        full = torch.empty(len(self._codes), self.num_inputs, dtype=self.dtype)
-        bits = full.view(torch.uint16) if self.dtype == torch.bfloat16 else full
-        dequantize_int4(self._codes, self._wide_scales, bits.numpy())
-        return multiply_many(x, full, self._bias)
+
+class Int8Product(_IntegerProduct):
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        groups = _grouped(weight)
+        steps = np.maximum(np.abs(groups).max(axis=(1, 2)) / np.float32(127.0), np.float32(1e-12))
+        codes = (np.rint(groups / steps[:, None, None]) + 128.0).astype(np.uint8)
+        panels = codes.reshape(-1, LANES, groups.shape[1], 8, 4).transpose(0, 2, 3, 1, 4)  # [P, G, vector, lane, byte]
+        packed = np.ascontiguousarray(panels).reshape(len(panels), -1)
+        super().__init__(multiply_int8, packed, steps.reshape(-1, LANES), weight, bias)
+
+
+class Int4Product(_IntegerProduct):
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        groups = _grouped(weight)
+        low, high = groups.min(axis=2), groups.max(axis=2)
+        # Rounded before the codes are found, so that these make good what rounding took.
+        step_bits, low_bits = _bfloats((high - low) / np.float32(15.0)), _bfloats(low)
+        steps, lows = _floats(step_bits)[..., None], _floats(low_bits)[..., None]
+        codes = np.clip(np.rint((groups - lows) / np.maximum(steps, np.float32(1e-12))), 0, 15).astype(np.uint8)
+        parts = codes.reshape(-1, LANES, groups.shape[1], 4, 2, 4)  # [P, lane, G, vector, half, byte]
+        panels = (parts[..., 0, :] | (parts[..., 1, :] << 4)).transpose(0, 2, 3, 1, 4)  # [P, G, vector, lane, byte]
+        packed = np.ascontiguousarray(panels).reshape(len(panels), -1)
+        both = np.stack((step_bits, low_bits), axis=-1).reshape(-1, LANES, groups.shape[1], 2).transpose(0, 2, 3, 1)
+        super().__init__(multiply_int4, packed, np.ascontiguousarray(both).reshape(len(panels), -1), weight, bias)
+
+
+def _grouped(weight: torch.Tensor) -> Floats:
+    """[N, G, GROUP], filled up with zeros to whole groups of inputs and whole panels of outputs."""
+    outputs, inputs = weight.shape
+    full = torch.nn.functional.pad(weight.detach().float(), (0, -inputs % GROUP, 0, -outputs % LANES))
+    grouped: Floats = full.numpy().reshape(len(full), -1, GROUP)
+    return grouped
+
+
+def _bfloats(numbers: Floats) -> npt.NDArray[np.uint16]:
+    """The bits of the nearest bfloat16."""
+    bits: npt.NDArray[np.uint16] = torch.from_numpy(numbers).bfloat16().view(torch.uint16).numpy()
+    return bits
+
+
+def _floats(bits: npt.NDArray[np.uint16]) -> Floats:
+    numbers: Floats = (bits.astype(np.uint32) << 16).view(np.float32)
+    return numbers
 
 
 AnyProduct = Product | Int8Product | Int4Product
@@ -84,8 +96,9 @@ class ProductLinear(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[…, K] → […, N]."""
-        out: torch.Tensor = self._product(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
-        return out
+        out = self._product(x.flatten(0, -2).to(self._product.dtype)).to(x.dtype)
+        rows: torch.Tensor = out.unflatten(0, x.shape[:-1])
+        return rows
 
 
 def replace_linears(model: torch.nn.Module, quantization: str) -> None:
@@ -108,9 +121,4 @@ def why_not(quantization: str, weights: list[torch.Tensor]) -> str | None:
         return f"quantization: {quantization} runs on CPUs only"
     if any(weight.dtype not in (torch.float32, torch.bfloat16, torch.float16) for weight in weights):
         return f"quantization: {quantization} needs dtype float32, bfloat16 or float16"
-    if quantization == "int4":
-        for weight in weights:
-            if weight.shape[1] % GROUP or weight.shape[0] % INT4_OUTPUTS:
-                shape = "×".join(map(str, weight.shape))
-                return f"quantization: int4 needs weights in multiples of {INT4_OUTPUTS}×{GROUP}, one is {shape}"
     return None

@@ -97,11 +97,6 @@ class TransformersBackend:
         self._probe(folder.name, quantization)
 
     @property
-    def wide_group(self) -> int:
-        """See `Backend`."""
-        return self._lean.wide_group if self._lean is not None else 0
-
-    @property
     def is_lean(self) -> bool:
         """Whether the lean forward runs, and not the model's own."""
         return self._lean is not None
@@ -112,7 +107,7 @@ class TransformersBackend:
         if not slices:
             return []
         numba.set_num_threads(self._kernel_threads)  # numba counts for each calling thread by itself
-        pack = pack_rows(slices, self.wide_group)
+        pack = pack_rows(slices)
         # An id beyond this vocabulary, from a drafter with a larger one, equals no sample: any row in its place does.
         last_id = self._vocab_size - 1
         ids = [min(token, last_id) for s in slices for token in s.tokens[s.start : s.end]]

@@ -31,7 +31,6 @@ class TableBackend:
     block_tokens = 16
     num_blocks = 8192
     end_ids: frozenset[int] = frozenset()
-    wide_group = 0
 
     def __init__(self, logits: Sequence[float]) -> None:
         self.logits = torch.tensor(logits)

@@ -35,7 +35,7 @@ class Decoder:
         """Of each (sequence, text, start, end): logits of its rows, in one forward."""
         slices = [Slice(text, a, b, a, self._prompt_len, self.blocks[seq], Sampling()) for seq, text, a, b in spans]
         ids = [token for _, text, a, b in spans for token in text[a:b]]
-        rows = self._lean.logits(ids, pack_rows(slices, self._lean.wide_group), range(len(ids)), self._cache)
+        rows = self._lean.logits(ids, pack_rows(slices), range(len(ids)), self._cache)
         return list(rows.split([b - a for _, _, a, b in spans]))
 
 
@@ -81,7 +81,6 @@ def test_a_prefill_in_chunks_equals_one_of_any_cut(make: partial[Decoder]) -> No
 
 
 def test_a_prompt_cut_anywhere_beside_a_check_gives_the_same_bits(make: partial[Decoder]) -> None:
-    """Quantized models make a prompt's whole groups of 16 rows by other products than the rest."""
     texts = torch.randint(0, 512, (2, 300), generator=torch.Generator().manual_seed(7)).tolist()
     whole = make(prompt_len=300)
     [wanted] = whole.logits((0, texts[0], 0, 300))
