@@ -1,17 +1,19 @@
 """Models that run on torch: device, dtype, threads and KV room resolved from the config."""
 
+import math
 import os
 from functools import partial
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from transformers import AutoConfig, PreTrainedConfig
 
 from cluster.config import AppConfig, TransformersModel
 from cluster.preflight import available_cpus
 from models.kv_cache import KVCache, uses_kernels
 from models.threads import bind_workers
-from models.transformers_backend import TransformersBackend, kv_shape, plan_blocks
+from models.transformers_backend import TransformersBackend, UnsupportedModel, kv_shape, plan_blocks
 
 DTYPES = {
     "float64": torch.float64,
@@ -27,6 +29,7 @@ def build(config: AppConfig, model: TransformersModel, folder: Path, *, on_own_t
         bind_workers()
     device = _device(model)
     dtype = _dtype(model, device)
+    check_room(model.name, folder, dtype, _free_bytes(device))
     shape = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
     num_blocks = partial(
         _num_blocks,
@@ -46,6 +49,19 @@ def build(config: AppConfig, model: TransformersModel, folder: Path, *, on_own_t
         quantization=model.quantization,
         trust_remote_code=model.trust_remote_code,
     )
+
+
+def check_room(name: str, folder: Path, dtype: torch.dtype, free_bytes: int) -> None:
+    """Raises UnsupportedModel where the weights alone are more than the free memory of the device."""
+    num_weights = 0
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as tensors:
+            num_weights += sum(math.prod(tensors.get_slice(key).get_shape()) for key in tensors.keys())  # noqa: SIM118
+    needed_bytes = num_weights * dtype.itemsize
+    if needed_bytes > free_bytes:
+        needed, free = (f"{number / 2**30:.2f} GiB" for number in (needed_bytes, free_bytes))
+        fix = "give it a node with more, a smaller dtype, or a smaller model"
+        raise UnsupportedModel(name, f"its weights need {needed} of memory and {free} are free: {fix}")
 
 
 def _num_blocks(

@@ -17,9 +17,10 @@ from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
 from models.kernels.elementwise import rms_norm, silu_gate
-from models.kernels.layer import add_and_norm, attention_step
+from models.kernels.layer import add_and_norm, attention_step, integer_layer
 from models.kv_cache import KVCache, Pack
-from models.quantized import PRODUCTS, AnyProduct
+from models.products import Product
+from models.quantized import PRODUCTS, AnyProduct, Operands
 
 MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 Floats = npt.NDArray[np.float32]
@@ -42,6 +43,13 @@ class Layer:
     scaling: np.float32
     window: int
 
+    def operands(self) -> tuple[Operands, ...] | None:
+        """Of all products, where they are integer ones: then a layer is one call."""
+        products = (self.qkv, self.out, self.gate_up, self.down)
+        found = [p.operands for p in products if not isinstance(p, Product)]
+        whole = tuple(operands for operands in found if operands is not None)
+        return whole if len(whole) == len(products) else None
+
 
 class LeanDecoder:
     """Made by `lean_decoder`."""
@@ -52,6 +60,7 @@ class LeanDecoder:
         self._embedding: torch.Tensor = decoder.embed_tokens.weight.detach()
         self._rotary: Any = decoder.rotary_emb
         self._layers = [_layer(layer, quantization) for layer in decoder.layers]
+        self._operands = [layer.operands() for layer in self._layers]
         self._norms = [layer.before_attention for layer in self._layers] + [_weight(decoder.norm)]
         self._epsilon = np.float32(getattr(decoder.norm, "variance_epsilon", None) or decoder.norm.eps)
         self._num_heads = int(model.config.get_text_config(decoder=True).num_attention_heads)
@@ -67,10 +76,13 @@ class LeanDecoder:
         turns = self._turns(pack)
         places = (cache.units(pack, self._num_heads), pack.tables, pack.firsts, pack.positions)
         for index, (layer, next_norm) in enumerate(zip(self._layers, self._norms[1:], strict=True)):
-            qkv = _array(layer.qkv(normed))
-            norms = (layer.query_norm, layer.key_norm, self._epsilon)
-            kv = (cache.keys[index], cache.values[index])
-            attention_step(qkv, *norms, *turns, *kv, *places, layer.scaling, layer.window, _array(attended))
+            kv, limits = (cache.keys[index], cache.values[index]), (layer.scaling, layer.window)
+            if (operands := self._operands[index]) is not None:
+                norms = (layer.query_norm, layer.key_norm, layer.before_mlp, next_norm)
+                integer_layer(x, _array(normed), operands, norms, self._epsilon, turns, kv, places, *limits)
+                continue
+            qkv, head_norms = _array(layer.qkv(normed)), (layer.query_norm, layer.key_norm, self._epsilon)
+            attention_step(qkv, *head_norms, *turns, *kv, *places, *limits, _array(attended))
             add_and_norm(x, _array(layer.out(attended)), layer.before_mlp, self._epsilon, _array(normed))
             silu_gate(_array(layer.gate_up(normed)), _array(gated))
             add_and_norm(x, _array(layer.down(gated)), next_norm, self._epsilon, _array(normed))

@@ -16,6 +16,7 @@ from models.kernels.simd import LANES
 from models.products import Product
 
 Floats = npt.NDArray[np.float32]
+Operands = tuple[npt.NDArray[np.uint8], npt.NDArray[Any], Floats]
 
 
 class _IntegerProduct:
@@ -29,6 +30,13 @@ class _IntegerProduct:
         self._kernel, self._codes, self._steps = kernel, codes, steps
         self._num_outputs, self.num_inputs = weight.shape
         self._bias = None if bias is None else bias.float()
+
+    @property
+    def operands(self) -> Operands | None:
+        """For a kernel that multiplies itself: codes, steps and bias, empty for none; if outputs fill whole panels."""
+        if self._num_outputs % LANES:
+            return None
+        return self._codes, self._steps, np.empty(0, np.float32) if self._bias is None else self._bias.numpy()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         out = torch.empty(len(x), len(self._codes) * LANES)

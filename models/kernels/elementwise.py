@@ -8,7 +8,7 @@ import numpy as np
 from numba import njit, prange, types
 from numba.extending import overload
 
-SERIAL_ROWS = 16
+SERIAL_ROWS = 6
 """Up to so many rows, one thread does the work: waking another takes time too."""
 
 

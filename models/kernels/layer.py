@@ -1,4 +1,4 @@
-"""A decoder layer's steps between two products, each one call.
+"""A decoder layer: its steps between two products, each one call; and the whole of a quantized one in one call.
 
 Letters: R rows, C hidden size, H query heads, G key/value heads, D head size.
 """
@@ -7,7 +7,9 @@ import numpy as np
 from numba import njit
 
 from models.kernels.attention import attend, store_rows
-from models.kernels.elementwise import add, put, rms_norm, rotate, wide
+from models.kernels.elementwise import add, put, rms_norm, rotate, silu_gate, wide
+from models.kernels.integer import multiply
+from models.kernels.simd import LANES
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -45,3 +47,40 @@ def add_and_norm(x, update, weight, epsilon, out):
     """x [R, C] += update [R, C]; x normed → out [R, C]."""
     add(x, update)
     rms_norm(x, weight, epsilon, out)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _product(x, operands):
+    """operands: codes, steps and bias, which is empty where there is none."""
+    codes, steps, bias = operands
+    out = np.empty((x.shape[0], codes.shape[0] * LANES), np.float32)
+    multiply(x, codes, steps, out)
+    if bias.shape[0] > 0:
+        for row in range(out.shape[0]):
+            out[row] += bias
+    return out
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def integer_layer(x, normed, products, norms, epsilon, turns, cache, places, scaling, window):
+    """x [R, C] through one layer of integer products, in place; normed [R, C], float32, before and after.
+
+    products  operands of qkv, out, gate and up, down · norms  of query, key, before the MLP, before the next layer
+    turns     cosines and sines · cache  the layer's keys and values · places  units, tables, firsts, positions
+    """
+    qkv, out, gate_up, down = products
+    query_norm, key_norm, before_mlp, before_next = norms
+    cos, sin = turns
+    keys, values = cache
+    units, tables, firsts, positions = places
+    parts = _product(normed, qkv)
+    attended = np.empty((x.shape[0], parts.shape[1] - 2 * values.shape[1] * values.shape[3]), np.float32)
+    attention_step(
+        parts, query_norm, key_norm, epsilon, cos, sin, keys, values, units, tables, firsts, positions,
+        scaling, window, attended,
+    )  # fmt: skip
+    add_and_norm(x, _product(attended, out), before_mlp, epsilon, normed)
+    gates = _product(normed, gate_up)
+    gated = np.empty((x.shape[0], gates.shape[1] // 2), np.float32)
+    silu_gate(gates, gated)
+    add_and_norm(x, _product(gated, down), before_next, epsilon, normed)

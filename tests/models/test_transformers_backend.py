@@ -9,6 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from deployments.torch_backends import check_room
 from kvstate.protocol import Sampling
 from models.backend import Slice
 from models.processing import Row
@@ -212,6 +213,15 @@ def test_refuses_more_layers_than_there_are(tmp_path: Path) -> None:
     save(tmp_path, FAMILIES["llama"]())
     with pytest.raises(UnsupportedModel, match="4"):
         load(tmp_path, layers=4)
+
+
+def test_weights_that_do_not_fit_are_refused_with_what_they_need_and_what_there_is(tmp_path: Path) -> None:
+    save(tmp_path, transformers.LlamaConfig(**{**SIZES, "vocab_size": 2**15}))
+    weights = sum(p.numel() for p in transformers.AutoModelForCausalLM.from_pretrained(tmp_path).parameters())
+    check_room("m", tmp_path, torch.bfloat16, 2 * weights)
+    needed = f"{4 * weights / 2**30:.2f} GiB"
+    with pytest.raises(UnsupportedModel, match=rf"^m: its weights need {needed} of memory and {needed} are free: give"):
+        check_room("m", tmp_path, torch.float32, 4 * weights - 1)
 
 
 def test_plan_blocks_prefers_bytes_to_a_fraction() -> None:
