@@ -1,20 +1,24 @@
 """Is the text of every chain the target's? `python -m benchmarks.identity --config FILE --prompts FILE`.
 
-Every chain of the config's models, the adaptive planner and a chain that changes within a request, greedy and seeded,
-alone and in batches, against `benchmarks.reference`. A near-tie is a first difference where the reference's best token
-led by at most 1e-3, which the order of float additions can turn. Fails if a text differs, if there is more than
-one near-tie, or if a chain with drafts had none accepted or none rejected, which would prove nothing.
+Every chain of the config's models, the adaptive planner, a chain that changes within a request and one whose KV is
+evicted all the time, greedy and seeded, alone and in batches. In float32 and float64 against `benchmarks.reference`,
+where a near-tie is a first difference at which the reference's best token led by at most 1e-3, which the order of float
+additions can turn. In bfloat16, int8 and int4, where two implementations round differently, against the target alone,
+one request at a time, and nothing may differ. Fails if a text differs, if there is more than one near-tie, or if a
+chain with drafts had none accepted or none rejected, which would prove nothing.
 """
 
 import argparse
 import asyncio
 import itertools
 import json
+import math
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +29,8 @@ from benchmarks.reference import Reference, ReferenceText
 from cluster.config import AppConfig, TransformersModel, load_config
 from deployments.backends import build_backend, build_tokenizer
 from kvstate.protocol import Sampling, Speculation
+from models.backend import Backend
+from models.engine import Engine
 from router.planner import Plan
 
 THREADS = 2
@@ -32,9 +38,14 @@ MOST_PROMPT_CHARACTERS = 1500
 NEAR_TIE = 1e-3
 MOST_NEAR_TIES = 1
 SWITCH_ROUNDS = 5
+EVICT_S = 0.25
 DEADLINE_S = 1800.0
+QUANTIZED = ("int8", "int4")
+ROUNDED = ("bfloat16", *QUANTIZED)
 TEMPERATURES = {"greedy": 0.0, "seeded": 0.8}
 OFF = Speculation("off")
+Texts = dict[str, list[ReferenceText]]
+"""By mode and prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +56,7 @@ class Row:
     speculation: Speculation
     has_drafts: bool = False
     switching: tuple[Speculation, ...] = ()
+    evicting: bool = False
 
 
 @dataclass(slots=True)
@@ -96,7 +108,9 @@ def rows_of(models: Sequence[str]) -> list[Row]:
     chains += [tuple(models)] if len(drafters) > 1 else []
     fixed = [Speculation("fixed", chain, (3, *range(6, 3 * len(chain), 3))[: len(chain) - 1]) for chain in chains]
     rows = [Row("target", OFF), *(Row("→".join(wish.chain), wish, has_drafts=True) for wish in fixed)]
-    return [*rows, Row("adaptive", AUTO), Row("switching", AUTO, has_drafts=True, switching=(*fixed, OFF))]
+    evicting = Row("evicting", fixed[-1] if fixed else OFF, has_drafts=bool(fixed), evicting=True)
+    rows += [Row("adaptive", AUTO), evicting]
+    return [*rows, Row("switching", AUTO, has_drafts=True, switching=(*fixed, OFF))] if fixed else rows
 
 
 @contextmanager
@@ -118,6 +132,27 @@ def switching(cluster: InProcessCluster, wishes: Sequence[Speculation]) -> Itera
         yield
     finally:
         planning.plan = plan
+
+
+@asynccontextmanager
+async def evicting(cluster: InProcessCluster) -> AsyncIterator[None]:
+    """The KV of every sequence on every engine is given up all EVICT_S."""
+
+    def evict_all(engine: Engine) -> None:
+        for held in engine.held():
+            engine.evict(held.seq)
+
+    async def go_on() -> None:
+        while True:
+            await asyncio.sleep(EVICT_S)
+            for engine in cluster.engines.values():
+                engine.control(partial(evict_all, engine))
+
+    task = asyncio.create_task(go_on())
+    try:
+        yield
+    finally:
+        task.cancel()
 
 
 class Bench:
@@ -150,10 +185,11 @@ class Bench:
                 )
                 counts.add(f"prompt {index}", output, self._wanted[mode][index])
 
-        plans: AbstractContextManager[None] = nullcontext()
-        if row.switching:
-            plans = switching(self._cluster, row.switching)
-        with plans:
+        async with AsyncExitStack() as faults:
+            if row.switching:
+                faults.enter_context(switching(self._cluster, row.switching))
+            if row.evicting:
+                await faults.enter_async_context(evicting(self._cluster))
             await asyncio.gather(*(worker() for _ in range(concurrency)))
         return counts
 
@@ -175,20 +211,38 @@ def read_prompts(path: Path, limit: int) -> list[str]:
 
 
 def with_dtype(config: AppConfig, dtype: str) -> AppConfig:
-    models = [m.model_copy(update={"dtype": dtype}) if isinstance(m, TransformersModel) else m for m in config.models]
+    """int8 and int4 are the target's quantization; the others compute in bfloat16."""
+    quantization = dtype if dtype in QUANTIZED else "none"
+    changes = {"dtype": "bfloat16" if dtype in QUANTIZED else dtype}
+    models = [m.model_copy(update=changes) if isinstance(m, TransformersModel) else m for m in config.models]
+    models[-1] = models[-1].model_copy(update={"quantization": quantization})
     return config.model_copy(update={"models": type(config.models)(models)})
 
 
-def make_reference(config: AppConfig, dtype: str, prompts: Sequence[Sequence[int]], max_tokens: int) -> Any:
-    """Texts by mode and prompt."""
+def by_transformers(
+    config: AppConfig, dtype: str, prompts: Sequence[Sequence[int]], max_tokens: int, stop_ids: Collection[int]
+) -> Texts:
     target = config.target
     assert isinstance(target, TransformersModel), "the target must have weights"
     reference = Reference(target.source, target.revision, getattr(torch, dtype))
-    stop_ids = build_tokenizer(config).stop_ids
     return {
         mode: [reference.generate(p, temperature, i, max_tokens, stop_ids) for i, p in enumerate(prompts)]
         for mode, temperature in TEMPERATURES.items()
     }
+
+
+async def by_target_alone(
+    target: Mapping[str, Backend], prompts: Sequence[Sequence[int]], max_tokens: int, stop_ids: Sequence[int]
+) -> Texts:
+    texts: Texts = {}
+    async with running(target) as cluster:
+        for mode, temperature in TEMPERATURES.items():
+            texts[mode] = []
+            for i, prompt in enumerate(prompts):
+                sampling = Sampling(temperature, seed=i)
+                output = await cluster.generate(prompt, sampling, max_tokens, stop_ids, OFF, DEADLINE_S)
+                texts[mode].append(ReferenceText(tuple(output.tokens), (math.inf,) * len(output.tokens)))
+    return texts
 
 
 async def compare_all(args: argparse.Namespace) -> int:
@@ -197,15 +251,20 @@ async def compare_all(args: argparse.Namespace) -> int:
     tokenizer = build_tokenizer(config)
     texts = read_prompts(args.prompts, args.limit)
     prompts = [tokenizer.render_chat([{"role": "user", "content": text}]) for text in texts]
-    wanted = make_reference(config, args.dtype, prompts, args.tokens)
-    differing = sum(g.tokens != s.tokens for g, s in zip(wanted["greedy"], wanted["seeded"], strict=True))
-    print(f"{differing} of {len(prompts)} seeded reference texts differ from the greedy ones", flush=True)
+    stop_ids = tuple(tokenizer.stop_ids)
     backends = {name: build_backend(config, name) for name in sorted(config.levels, key=config.levels.__getitem__)}
     torch.set_num_threads(THREADS)
+    if args.dtype in ROUNDED:
+        name = config.target.name
+        wanted = await by_target_alone({name: backends[name]}, prompts, args.tokens, stop_ids)
+    else:
+        wanted = by_transformers(config, args.dtype, prompts, args.tokens, stop_ids)
+    differing = sum(g.tokens != s.tokens for g, s in zip(wanted["greedy"], wanted["seeded"], strict=True))
+    print(f"{differing} of {len(prompts)} seeded reference texts differ from the greedy ones", flush=True)
     print(f"{'chain':32} mode   batch equal near different accepted rejected seconds", flush=True)
     near_ties, failed = 0, False
     async with running(backends) as cluster:
-        bench = Bench(cluster, prompts, wanted, args.tokens, tuple(tokenizer.stop_ids))
+        bench = Bench(cluster, prompts, wanted, args.tokens, stop_ids)
         rows = [row for row in rows_of(list(backends)) if args.row in (None, row.name)]
         for row, mode, size in itertools.product(rows, args.modes, args.concurrency):
             began_s = time.monotonic()
@@ -213,6 +272,9 @@ async def compare_all(args: argparse.Namespace) -> int:
             print_row(row, mode, size, counts, time.monotonic() - began_s)
             near_ties += counts.near_tie
             failed |= counts.different > 0 or (row.has_drafts and 0 in (counts.accepted, counts.rejected))
+        evicted = sum(engine.stats.evicted_sequences for engine in cluster.engines.values())
+        cached = sum(engine.stats.cached_tokens for engine in cluster.engines.values())
+    print(f"{evicted} times a sequence's KV was evicted, {cached} tokens came from the prefix cache")
     failed |= near_ties > MOST_NEAR_TIES
     print(f"{'FAILED' if failed else 'passed'}: {near_ties} near-ties in all", flush=True)
     return int(failed)
@@ -229,7 +291,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, type=Path)
     parser.add_argument("--prompts", required=True, type=Path)
-    parser.add_argument("--dtype", default="float32", choices=["float64", "float32", "bfloat16", "float16"])
+    parser.add_argument("--dtype", default="float32", choices=["float64", "float32", *ROUNDED])
     parser.add_argument("--limit", default=12, type=int)
     parser.add_argument("--tokens", default=96, type=int)
     parser.add_argument("--concurrency", default=[1, 8], type=int, nargs="+")

@@ -69,6 +69,7 @@ class EngineStats:
     resent_prefixes: int = 0
     expired_sequences: int = 0
     cached_tokens: int = 0
+    evicted_sequences: int = 0
 
 
 class InboxFull(Exception):
@@ -328,9 +329,15 @@ class Engine:
             victim = min(others, key=lambda h: h.heard_s, default=None)
             if victim is None:
                 return False
-            self._rolled_back(victim.state, evict(victim.state))
-            self._dropped.append(victim.state.seq)
+            self.evict(victim.state.seq)
         return True
+
+    def evict(self, seq: int) -> None:
+        """On the engine's thread: give up the KV of a sequence that is in no batch; its next step computes it again."""
+        state = self._holdings[seq].state
+        self._rolled_back(state, evict(state))
+        self._dropped.append(seq)
+        self.stats.evicted_sequences += 1
 
     def _give_up(self, task: Task) -> None:
         """Drop a sequence that alone needs more blocks than there are; its router takes this replica for lost."""

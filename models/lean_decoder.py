@@ -16,16 +16,15 @@ import torch
 from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
+from models.kernel_products import NOTHING, KernelProduct, Operands
 from models.kernels.elementwise import rms_norm, silu_gate
-from models.kernels.layer import add_and_norm, attention_step, integer_layer
+from models.kernels.layer import add_and_norm, attention_step, whole_layer
 from models.kv_cache import KVCache, Pack
-from models.products import Product
-from models.quantized import PRODUCTS, AnyProduct, Operands
+from models.linears import AnyProduct, make_product
 
 MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 Floats = npt.NDArray[np.float32]
 Array = npt.NDArray[np.float32] | npt.NDArray[np.uint16]
-NOTHING: Floats = np.empty(0, np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +43,10 @@ class Layer:
     window: int
 
     def operands(self) -> tuple[Operands, ...] | None:
-        """Of all products, where they are integer ones: then a layer is one call."""
+        """Of all products, where they are kernels: then a layer is one call."""
         products = (self.qkv, self.out, self.gate_up, self.down)
-        found = [p.operands for p in products if not isinstance(p, Product)]
-        whole = tuple(operands for operands in found if operands is not None)
-        return whole if len(whole) == len(products) else None
+        found = tuple(p.operands for p in products if isinstance(p, KernelProduct) and p.fills_panels)
+        return found if len(found) == len(products) else None
 
 
 class LeanDecoder:
@@ -66,7 +64,7 @@ class LeanDecoder:
         self._num_heads = int(model.config.get_text_config(decoder=True).num_attention_heads)
         first = self._layers[0]
         self._columns = (len(first.before_mlp), first.out.num_inputs, first.down.num_inputs)
-        self._head = PRODUCTS[quantization](head.weight.detach(), head.bias)
+        self._head = make_product(quantization, head.weight.detach(), head.bias)
 
     def logits(self, ids: Sequence[int], pack: Pack, wanted: Sequence[int], cache: KVCache) -> torch.Tensor:
         """Token ids [R]; rows `wanted` [W] → [W, V] float32. Stores keys and values of all rows."""
@@ -79,7 +77,7 @@ class LeanDecoder:
             kv, limits = (cache.keys[index], cache.values[index]), (layer.scaling, layer.window)
             if (operands := self._operands[index]) is not None:
                 norms = (layer.query_norm, layer.key_norm, layer.before_mlp, next_norm)
-                integer_layer(x, _array(normed), operands, norms, self._epsilon, turns, kv, places, *limits)
+                whole_layer(x, _array(normed), operands, norms, self._epsilon, turns, kv, places, *limits)
                 continue
             qkv, head_norms = _array(layer.qkv(normed)), (layer.query_norm, layer.key_norm, self._epsilon)
             attention_step(qkv, *head_norms, *turns, *kv, *places, *limits, _array(attended))
@@ -102,7 +100,7 @@ class LeanDecoder:
 
 
 def lean_decoder(model: PreTrainedModel, quantization: str = "none") -> LeanDecoder | None:
-    """None for an architecture that is not known here. `quantization`: a key of PRODUCTS."""
+    """None for an architecture that is not known here. `quantization` as in the config."""
     text = model.config.get_text_config(decoder=True)
     own_code = type(model).__module__.startswith("transformers.")  # and not code that came with the weights
     if not own_code or text.model_type not in MODEL_TYPES or text.hidden_act != "silu":
@@ -122,7 +120,7 @@ def _layer(layer: Any, quantization: str) -> Layer:
     def fused(*parts: torch.nn.Linear) -> AnyProduct:
         """One product for several that share their input."""
         bias = None if parts[0].bias is None else torch.cat([part.bias.detach() for part in parts])
-        return PRODUCTS[quantization](torch.cat([part.weight.detach() for part in parts]), bias)
+        return make_product(quantization, torch.cat([part.weight.detach() for part in parts]), bias)
 
     has_head_norms = hasattr(attention, "q_norm")
     return Layer(

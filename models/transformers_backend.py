@@ -18,8 +18,8 @@ from kvstate.protocol import Sampling
 from models.backend import Slice
 from models.kv_cache import AnyCache, KVCache, Pack, States, make_cache, pack_rows
 from models.lean_decoder import LeanDecoder, lean_decoder
+from models.linears import replace_linears, why_not
 from models.processing import Row
-from models.quantized import replace_linears, why_not
 from models.sampling import logprobs, sample
 from models.tokenizer import read_end_ids, read_fingerprint
 

@@ -65,7 +65,7 @@ def vllm(folder: str, speculative: dict[str, object] | None) -> Answer:
         folder,
         dtype="bfloat16",
         max_model_len=4096,
-        gpu_memory_utilization=0.4,  # of the main memory, here
+        gpu_memory_utilization=0.1,  # of the main memory, here
         enable_prefix_caching=False,
         speculative_config=speculative,
     )

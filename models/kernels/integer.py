@@ -8,8 +8,7 @@ raised by 128, because one operand has no sign.
 """
 
 import numpy as np
-from numba import njit, prange, types
-from numba.extending import overload
+from numba import njit, prange
 
 from models.kernels.elementwise import SERIAL_ROWS, wide
 from models.kernels.simd import (
@@ -188,18 +187,3 @@ def multiply_int8(x, codes, steps, out):
             _int8_of_four(own, steps_of_own, rows[row:end], scales[row:end], sums[row:end], out[row:end], column)
         for row in range(whole, x.shape[0]):
             _int8_of_one(own, steps_of_own, rows[row], scales[row], sums[row], out[row], column)
-
-
-def multiply(x, codes, steps, out):
-    """`multiply_int4` or `multiply_int8`, whichever the steps belong to; inside kernels only."""
-    raise NotImplementedError
-
-
-@overload(multiply)
-def _multiply(x, codes, steps, out):
-    kernel = multiply_int4 if steps.dtype == types.uint16 else multiply_int8
-
-    def run(x, codes, steps, out):
-        kernel(x, codes, steps, out)
-
-    return run

@@ -1,14 +1,16 @@
-"""A decoder layer: its steps between two products, each one call; and the whole of a quantized one in one call.
+"""A decoder layer: its steps between two products, each one call; and the whole of it where all products are kernels.
 
 Letters: R rows, C hidden size, H query heads, G key/value heads, D head size.
 """
 
 import numpy as np
-from numba import njit
+from numba import njit, types
+from numba.extending import overload
 
 from models.kernels.attention import attend, store_rows
+from models.kernels.bfloat import multiply_bfloats
 from models.kernels.elementwise import add, put, rms_norm, rotate, silu_gate, wide
-from models.kernels.integer import multiply
+from models.kernels.integer import multiply_int4, multiply_int8
 from models.kernels.simd import LANES
 
 
@@ -49,12 +51,29 @@ def add_and_norm(x, update, weight, epsilon, out):
     rms_norm(x, weight, epsilon, out)
 
 
+def _multiply(x, panels, steps, out):
+    """The kernel that the operands belong to; inside kernels only."""
+    raise NotImplementedError
+
+
+@overload(_multiply)
+def _multiply_of_kind(x, panels, steps, out):
+    if panels.dtype == types.uint16:
+        return lambda x, panels, steps, out: multiply_bfloats(x, panels, out)
+    kernel = multiply_int4 if steps.dtype == types.uint16 else multiply_int8
+
+    def run(x, panels, steps, out):
+        kernel(x, panels, steps, out)
+
+    return run
+
+
 @njit(nogil=True, cache=True, error_model="numpy")
-def _product(x, operands):
-    """operands: codes, steps and bias, which is empty where there is none."""
-    codes, steps, bias = operands
-    out = np.empty((x.shape[0], codes.shape[0] * LANES), np.float32)
-    multiply(x, codes, steps, out)
+def product(x, operands):
+    """x [R, K] → float32 [R, P · LANES]; operands as in models/kernel_products.py."""
+    panels, steps, bias = operands
+    out = np.empty((x.shape[0], panels.shape[0] * LANES), np.float32)
+    _multiply(x, panels, steps, out)
     if bias.shape[0] > 0:
         for row in range(out.shape[0]):
             out[row] += bias
@@ -62,8 +81,8 @@ def _product(x, operands):
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def integer_layer(x, normed, products, norms, epsilon, turns, cache, places, scaling, window):
-    """x [R, C] through one layer of integer products, in place; normed [R, C], float32, before and after.
+def whole_layer(x, normed, products, norms, epsilon, turns, cache, places, scaling, window):
+    """x [R, C] through one layer, in place; normed [R, C], as products want it, before and after.
 
     products  operands of qkv, out, gate and up, down · norms  of query, key, before the MLP, before the next layer
     turns     cosines and sines · cache  the layer's keys and values · places  units, tables, firsts, positions
@@ -73,14 +92,14 @@ def integer_layer(x, normed, products, norms, epsilon, turns, cache, places, sca
     cos, sin = turns
     keys, values = cache
     units, tables, firsts, positions = places
-    parts = _product(normed, qkv)
-    attended = np.empty((x.shape[0], parts.shape[1] - 2 * values.shape[1] * values.shape[3]), np.float32)
+    parts = product(normed, qkv)
+    attended = np.empty((x.shape[0], parts.shape[1] - 2 * values.shape[1] * values.shape[3]), normed.dtype)
     attention_step(
         parts, query_norm, key_norm, epsilon, cos, sin, keys, values, units, tables, firsts, positions,
         scaling, window, attended,
     )  # fmt: skip
-    add_and_norm(x, _product(attended, out), before_mlp, epsilon, normed)
-    gates = _product(normed, gate_up)
-    gated = np.empty((x.shape[0], gates.shape[1] // 2), np.float32)
+    add_and_norm(x, product(attended, out), before_mlp, epsilon, normed)
+    gates = product(normed, gate_up)
+    gated = np.empty((x.shape[0], gates.shape[1] // 2), normed.dtype)
     silu_gate(gates, gated)
-    add_and_norm(x, _product(gated, down), before_next, epsilon, normed)
+    add_and_norm(x, product(gated, down), before_next, epsilon, normed)

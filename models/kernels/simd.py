@@ -20,10 +20,20 @@ BYTES = ir.VectorType(ir.IntType(8), FOURS)
 WIDE_BYTES = ir.VectorType(INT, FOURS)
 
 
-def _has_byte_dots() -> bool:
-    """Whether the processor that is compiled for multiplies and adds bytes in one instruction of 512 bits."""
+class BFloatType(ir.HalfType):  # type: ignore[misc]
+    """LLVM's bfloat16, for which llvmlite has no name."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+
+PAIRS = ir.VectorType(BFloatType(), 2 * LANES)
+
+
+def has_feature(name: str) -> bool:
+    """Whether the processor that is compiled for has it, by LLVM's name."""
     named = numba.config.CPU_FEATURES
-    return "+avx512vnni" in named if named is not None else bool(binding.get_host_cpu_features().get("avx512vnni"))
+    return f"+{name}" in named.split(",") if named is not None else bool(binding.get_host_cpu_features().get(name))
 
 
 class Lanes(types.Type):  # type: ignore[misc]
@@ -208,7 +218,7 @@ def add_byte_dots(typing, total, lanes, array, at):
     def generate(context, builder, sig, args):
         four = _load(context, builder, sig.args[2], args[2:], INT, 1)
         others = _splat(builder, four, INTS)
-        if _has_byte_dots():
+        if has_feature("avx512vnni"):
             kind = ir.FunctionType(INTS, [INTS] * 3)
             dots = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.vpdpbusd.512")
             return builder.call(dots, [args[0], args[1], others])
@@ -241,3 +251,30 @@ def to_floats(typing, lanes):
         return builder.sitofp(args[0], FLOATS)
 
     return LANES_TYPE(INT_LANES_TYPE), generate
+
+
+@intrinsic
+def add_pair_dots(typing, total, array, at, others, at_others):
+    """To each lane of `total`: two bfloat16 of `array` [at …] times the two at others[at_others …], as the processor's
+    instruction for it rounds. Both are bits in uint16. Needs the feature avx512bf16.
+    """
+
+    def generate(context, builder, sig, args):
+        pairs = builder.bitcast(_load(context, builder, sig.args[1], args[1:3], INTS, 2), PAIRS)
+        two = _load(context, builder, sig.args[3], args[3:5], INT, 2)
+        same = builder.bitcast(_splat(builder, two, INTS), PAIRS)
+        kind = ir.FunctionType(FLOATS, [FLOATS, PAIRS, PAIRS])
+        dots = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
+        return builder.call(dots, [args[0], pairs, same])
+
+    return LANES_TYPE(LANES_TYPE, array, types.intp, others, types.intp), generate
+
+
+@intrinsic
+def add_lanes(typing, a, b):
+    """Lane by lane."""
+
+    def generate(context, builder, sig, args):
+        return builder.fadd(args[0], args[1])
+
+    return LANES_TYPE(LANES_TYPE, LANES_TYPE), generate

@@ -1,4 +1,4 @@
-"""Quantized products: close to the full ones, and exactly the codes' own arithmetic."""
+"""Products of our own kernels: close to the full ones, and exactly the codes' own arithmetic."""
 
 import os
 import subprocess
@@ -12,7 +12,8 @@ import transformers
 
 from kvstate.protocol import Sampling
 from models.backend import Slice
-from models.quantized import Int4Product, Int8Product
+from models.kernel_products import BfloatProduct, Int4Product, Int8Product
+from models.kernels.simd import has_feature
 from models.transformers_backend import TransformersBackend, UnsupportedModel
 from tests.models.test_transformers_backend import SIZES, save
 
@@ -29,6 +30,29 @@ def test_a_quantized_product_is_near_the_full_one(
     got = kind(weight.to(dtype), bias.to(dtype))(x)
     full = x @ weight.T + bias
     assert float((got - full).std() / full.std()) < LARGEST[kind]
+
+
+@pytest.mark.skipif(not has_feature("avx512bf16"), reason="this processor has no dot products of bfloat16")
+def test_bfloat_products_are_torchs_but_for_rounding() -> None:
+    torch.manual_seed(0)
+    for outputs, inputs, rows in ((48, 64, 1), (7, 8, 4), (33, 1536, 9)):
+        weight, bias, x = (torch.randn(*sizes).bfloat16() for sizes in ((outputs, inputs), (outputs,), (rows, inputs)))
+        exact = x.double() @ weight.double().T + bias.double()
+        torch.testing.assert_close(BfloatProduct(weight, bias)(x).double(), exact, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.skipif(not has_feature("avx512bf16"), reason="this processor has no dot products of bfloat16")
+def test_a_row_of_bfloats_has_the_same_bits_in_any_block() -> None:
+    """Sums whose second half takes back the first leave nothing but rounding, which tells orders of addition apart."""
+    torch.manual_seed(2)
+    weight, x = torch.randn(64, 768).bfloat16(), torch.randn(70, 768).bfloat16()
+    weight, x = torch.cat((weight, -weight.flip(1)), dim=1), torch.cat((x, x.flip(1)), dim=1)
+    product = BfloatProduct(weight)
+    whole = product(x)
+    assert whole.abs().max() > 0
+    for size in (1, 2, 3, 4, 5, 7, 8, 9, 33):
+        assert torch.equal(product(x[:size]), whole[:size]), size
+        assert torch.equal(product(x[-size:]), whole[-size:]), size
 
 
 @pytest.mark.parametrize("kind", [Int8Product, Int4Product])
@@ -65,7 +89,8 @@ def test_a_row_has_the_same_bits_in_any_block(kind: type[Int8Product] | type[Int
 
 OTHER_PROCESSOR = """
 import sys, torch
-from models.quantized import Int4Product, Int8Product
+from models.kernel_products import BfloatProduct, Int4Product, Int8Product
+from models.kernels.simd import has_feature
 torch.manual_seed(3)
 weight, x = torch.randn(48, 96), torch.randn(5, 96)
 torch.save([kind(weight)(x) for kind in (Int8Product, Int4Product)], sys.argv[1])
