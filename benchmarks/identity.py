@@ -135,8 +135,8 @@ def switching(cluster: InProcessCluster, wishes: Sequence[Speculation]) -> Itera
 
 
 @asynccontextmanager
-async def evicting(cluster: InProcessCluster) -> AsyncIterator[None]:
-    """The KV of every sequence on every engine is given up all EVICT_S."""
+async def evicting(cluster: InProcessCluster, every_s: float = EVICT_S) -> AsyncIterator[None]:
+    """The KV of every sequence on every engine is given up again and again."""
 
     def evict_all(engine: Engine) -> None:
         for held in engine.held():
@@ -144,7 +144,7 @@ async def evicting(cluster: InProcessCluster) -> AsyncIterator[None]:
 
     async def go_on() -> None:
         while True:
-            await asyncio.sleep(EVICT_S)
+            await asyncio.sleep(every_s)
             for engine in cluster.engines.values():
                 engine.control(partial(evict_all, engine))
 

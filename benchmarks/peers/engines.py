@@ -1,6 +1,7 @@
 """What is measured, started once and asked many times: a peer in an environment of its own, or SpecRelay over HTTP."""
 
 import json
+import os
 import queue
 import signal
 import socket
@@ -57,6 +58,7 @@ class Peer:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
+            start_new_session=True,  # some peers start processes of their own, which must end with it
         )
         threading.Thread(target=self._read, daemon=True).start()
         try:
@@ -75,7 +77,8 @@ class Peer:
         return seconds
 
     def stop(self) -> None:
-        self._process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def _read(self) -> None:

@@ -12,6 +12,7 @@ import torch
 from msgspec.structs import replace
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.identity import evicting
 from benchmarks.inprocess import AUTO, InProcessCluster, RequestFailed, running
 from kvstate.protocol import (
     CancelRequest,
@@ -207,6 +208,19 @@ async def test_case_17_requests_wait_for_room_and_end_with_the_same_text(num_blo
         wanted = [await alone(cluster, prompt, 60) for prompt in prompts]
         many = [cluster.generate(p, GREEDY, 60, (256,), fixed(("a", "t"))) for p in prompts]
         assert [o.tokens for o in await asyncio.gather(*many)] == wanted
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+async def test_kv_that_is_evicted_all_the_time_is_made_again_with_the_same_text(chain: tuple[str, ...]) -> None:
+    async with running(chain_of_three()) as cluster:
+        wanted = [await alone(cluster, prompt, 60) for prompt in PROMPTS]
+        before = sum(engine.stats.evicted_sequences for engine in cluster.engines.values())
+        async with evicting(cluster, every_s=0.005):
+            outputs = await asyncio.gather(
+                *(cluster.generate(prompt, GREEDY, 60, (256,), fixed(chain)) for prompt in PROMPTS)
+            )
+        assert [output.tokens for output in outputs] == wanted
+        assert sum(engine.stats.evicted_sequences for engine in cluster.engines.values()) > before
 
 
 async def test_no_engine_outlives_its_cluster() -> None:

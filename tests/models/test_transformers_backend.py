@@ -191,7 +191,7 @@ def test_refuses_what_it_cannot_serve_exactly(
         load(tmp_path)
 
 
-def test_an_id_beyond_the_vocabulary_is_no_sample_and_no_crash(folder: Path) -> None:
+def test_case_18_an_id_beyond_the_vocabulary_is_no_sample_and_no_crash(folder: Path) -> None:
     """A drafter may have a larger vocabulary: its id is rejected, the tokens before it are judged as ever."""
     prompt = [1, 7, 33]
     expected = continuation(reference(folder), prompt, 1, Sampling())

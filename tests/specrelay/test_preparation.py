@@ -14,13 +14,13 @@ def saved(folder: Path, tokens: dict[str, int]) -> Path:
     return folder
 
 
-def test_ids_that_mean_different_tokens_are_refused_with_both_models_and_the_token(tmp_path: Path) -> None:
+def test_case_18_ids_that_mean_different_tokens_are_refused_with_both_models_and_the_token(tmp_path: Path) -> None:
     small, big = saved(tmp_path / "s", {"a": 0, "b": 1, "c": 2}), saved(tmp_path / "b", {"a": 0, "x": 1, "c": 2})
     with pytest.raises(PreflightError, match=r"small and big disagree at token 1 \('b', 'x'\)"):
         check_vocabularies_agree({"small": small, "big": big})
 
 
-def test_more_ids_of_the_same_meaning_agree(tmp_path: Path) -> None:
+def test_case_18_more_ids_of_the_same_meaning_agree(tmp_path: Path) -> None:
     small, big = saved(tmp_path / "s", {"a": 0, "b": 1}), saved(tmp_path / "b", {"a": 0, "b": 1, "c": 2})
     check_vocabularies_agree({"small": small, "big": big})
     assert vocabulary_of("small", {"b": 2, "a": 0}).tokens == ["a", "", "b"]
