@@ -44,15 +44,18 @@ PEERS = {
 TARGET = {"name": "target", "kind": "transformers", "source": SOURCE, "dtype": "bfloat16"}
 NGRAM = {"name": "ngram", "kind": "ngram"}
 INT4 = {**TARGET, "name": "int4", "quantization": "int4"}
-APPS: dict[str, list[dict[str, Any]]] = {"laptop": [NGRAM, INT4, TARGET], "int4": [INT4]}
+APPS: dict[str, list[dict[str, Any]]] = {
+    "laptop": [NGRAM, TARGET],
+    "int4": [INT4],
+    "levels": [NGRAM, INT4, TARGET],
+}
 OFF, AUTO = {"mode": "off"}, {"mode": "auto"}
 SERVED: dict[str, tuple[str, dict[str, Any]]] = {
     "bf16": ("laptop", OFF),
-    "int4": ("int4", OFF),
     "adaptive": ("laptop", AUTO),
-    "ngram-bf16": ("laptop", {"mode": "fixed", "chain": ["ngram", "target"]}),
-    "int4-bf16": ("laptop", {"mode": "fixed", "chain": ["int4", "target"]}),
-    "ngram-int4-bf16": ("laptop", {"mode": "fixed", "chain": ["ngram", "int4", "target"]}),
+    "int4": ("int4", OFF),
+    "adaptive-of-three": ("levels", AUTO),
+    "ngram-int4-bf16": ("levels", {"mode": "fixed", "chain": ["ngram", "int4", "target"]}),
 }
 """SpecRelay's: app and speculation."""
 
