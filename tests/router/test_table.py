@@ -6,8 +6,10 @@ import random
 
 import pytest
 
-from kvstate.protocol import Profile, Timing
+from kvstate.protocol import Profile, Speculation, Timing
+from router.planning import Planning, RouterSettings
 from router.probing import ProbeBudget, ProbePlan, choose_probe
+from router.stats import RouterStats
 from router.table import RouterTable, as_rows
 
 
@@ -139,6 +141,15 @@ def test_probes_start_at_once_prefer_unknown_pairs_and_stay_within_their_share()
             table.observe_probe({**{name: [1] * 64 for name in probe.models}, "c": [1] * 64})
     assert 20 <= len(taken) <= 50
     assert table.snapshot().pairs["a", "c"].samples >= 64
+
+
+@pytest.mark.parametrize("wish", [Speculation("off"), Speculation("fixed", ("b",))])
+def test_requests_that_do_not_ask_for_the_planner_carry_no_probes(wish: Speculation) -> None:
+    planning = Planning(RouterSettings(("a", "b")), lambda: 0.0, RouterStats())
+    for name in ("a", "b"):
+        planning.add_model(name, Profile(1.0))
+    assert planning.choose_probe(("a", "b"), ("b",), 10, wish) is None
+    assert planning.choose_probe(("a", "b"), ("b",), 10, Speculation()) == ProbePlan(("a",), 10)
 
 
 def test_a_probe_that_took_long_is_paid_off_before_the_next() -> None:
