@@ -8,17 +8,22 @@ import argparse
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers
 
 from kvstate.protocol import Sampling
+from models import lean_decoder, transformers_backend
 from models.backend import Slice
-from models.products import row_range
+from models.kernel_products import KernelProduct
+from models.products import Product, row_range
 from models.transformers_backend import TransformersBackend, kv_shape
 from models.weights import prepare
 
@@ -95,6 +100,47 @@ def print_forwards(folder: Path, dtype: torch.dtype, repeats: int) -> None:
         print(f"{shape[0]:>4} × {shape[1]}: " + ", ".join(["–"] * (peer is None) + shown), flush=True)
 
 
+@contextmanager
+def timed(parts: Sequence[tuple[object, str]], spent_s: dict[str, float]) -> Iterator[None]:
+    """Adds up, by name, what the functions named so in these modules take while the block runs."""
+
+    def watched(name: str, function: Callable[..., object]) -> Callable[..., object]:
+        def call(*arguments: object) -> object:
+            started_s = time.perf_counter()
+            result = function(*arguments)
+            spent_s[name] += time.perf_counter() - started_s
+            return result
+
+        return call
+
+    with ExitStack() as patches:
+        for owner, name in parts:
+            patches.enter_context(patch.object(owner, name, watched(name, getattr(owner, name))))
+        yield
+
+
+def print_profile(folder: Path, repeats: int) -> None:
+    """Where the time of a forward goes: layers (kernels that compute whole ones, or the steps between products),
+    products called one by one (the head; with oneDNN all), sampling, and the rest, which is Python.
+    """
+    between = [(lean_decoder, name) for name in ("whole_layer", "attention_step", "add_and_norm", "silu_gate")]
+    products = [(Product, "__call__"), (KernelProduct, "__call__")]
+    print("\nwhere a forward's time goes, mean ms: rows, kind, layers, products one by one, sampling, the rest")
+    blocks = -(-(CONTEXT + 64) // BLOCK_TOKENS)
+    load = partial(TransformersBackend, folder, dtype=torch.bfloat16, device="cpu", num_blocks=lambda: blocks)
+    for kind in _kinds(torch.bfloat16):
+        run = served(load(quantization=kind))
+        for rows in (1, 8, 256):
+            run(rows, 1)
+            spent_s: dict[str, float] = defaultdict(float)
+            with timed([*between, *products, (transformers_backend, "sample")], spent_s):
+                total_ms = sum(_ms(partial(run, rows, 1)) for _ in range(repeats))
+            layers = 1e3 * sum(spent_s[name] for _, name in between)
+            one_by_one, sampling = 1e3 * spent_s["__call__"], 1e3 * spent_s["sample"]
+            shares = (layers, one_by_one, sampling, total_ms - layers - one_by_one - sampling)
+            print(f"{rows:>4} {kind}: " + ", ".join(f"{share / repeats:.2f}" for share in shares), flush=True)
+
+
 def print_bounds(folder: Path, dtype: torch.dtype, repeats: int) -> None:
     """How long reading the weights once takes: no forward of one row can be faster."""
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
@@ -148,6 +194,7 @@ def main() -> None:
         print_bounds(folder, dtype, arguments.repeats)
         print_ranges(folder, dtype)
         print_forwards(folder, dtype, arguments.repeats)
+    print_profile(folder, arguments.repeats)
 
 
 if __name__ == "__main__":
