@@ -53,7 +53,7 @@ class ModelReplica:
         """Everything that computes with the model, loading included, on this one thread.
 
         OpenMP keeps workers for each thread that ever started some; once there are more than processors, all of them
-        sleep between two products, and waking them takes as long as a small product.
+        sleep between two products.
         """
         try:
             backend = build_backend(config, self._model.name, on_own_thread=True)

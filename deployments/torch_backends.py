@@ -15,6 +15,7 @@ from models.kv_cache import KVCache, uses_kernels
 from models.threads import bind_workers
 from models.transformers_backend import TransformersBackend, UnsupportedModel, kv_shape, plan_blocks
 
+MEMINFO = Path("/proc/meminfo")
 DTYPES = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -100,6 +101,7 @@ def _dtype(model: TransformersModel, device: str) -> torch.dtype:
 def _free_bytes(device: str) -> int:
     if device.startswith("cuda"):
         return int(torch.cuda.mem_get_info()[0])
-    if "SC_AVPHYS_PAGES" in os.sysconf_names:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if MEMINFO.exists():  # what the system would give up counts as free: after a download most memory holds files
+        fields = dict(line.split(":", maxsplit=1) for line in MEMINFO.read_text().splitlines())
+        return int(fields["MemAvailable"].split()[0]) * 1024
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2  # macOS does not say what is free

@@ -1,8 +1,8 @@
 """Processors for the threads that compute.
 
 OpenMP keeps workers for every thread that computes in parallel. A worker that slept is woken on the processor of the
-thread that wakes it if all others are busy at that moment; then both share that processor for many milliseconds, while
-the other one idles. Threads that are bound each to a processor of its own cannot meet so.
+thread that wakes it if all others are busy at that moment; then both share that processor until the system notices that
+another one idles. Threads that are bound each to a processor of its own cannot meet so.
 """
 
 import os
