@@ -74,6 +74,10 @@ def _median_and_p99(values: Sequence[float]) -> str:
     return f"{statistics.median(values):.2f} ({sorted(values)[int(0.99 * (len(values) - 1))]:.2f})"
 
 
+def _gaps_ms(arrived_s: Sequence[float]) -> list[float]:
+    return [(b - a) * 1e3 for a, b in pairwise(arrived_s)]
+
+
 async def print_prefix() -> None:
     folder, ratios = prepare(SOURCE, None), []
     blocks = 8 * PREFIX_TOKENS // 16
@@ -95,12 +99,12 @@ async def print_prefix() -> None:
 
 async def print_hops() -> None:
     """Of the target alone without computation, a round is one hop there and back."""
-    print(f"\nms of a round of one hop, {ROUNDS} rounds: p50, p99")
+    print(f"\nms of a round of one hop, {ROUNDS} rounds: median (p99)")
     spec = EmulateSpec(base_ms=0.0, agreement=1.0)
     async with running({"target": EmulatedBackend("target", 0, spec, 256)}) as cluster:
         for _ in range(2):
             output = await cluster.generate([ord("a")] * 16, Sampling(), ROUNDS, speculation=OFF)
-    print(f"in one process: {_p50_and_p99(output.arrived_s)}")
+    print(f"in one process: {_median_and_p99(_gaps_ms(output.arrived_s))}")
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         model = {"name": "target", "kind": "emulated", "emulate": {"base_ms": 0.0, "agreement": 1.0}}
         app = App({"models": [model]}, Path(folder) / "hop.yaml")
@@ -111,14 +115,9 @@ async def print_hops() -> None:
             before = _busy_s("hop")
             answer = await complete(client, body)
             after = _busy_s("hop")
-        print(f"actors, gRPC and HTTP: {_p50_and_p99([arrived_s for arrived_s, _ in answer.arrivals])}")
+        print(f"actors, gRPC and HTTP: {_median_and_p99(_gaps_ms([arrived_s for arrived_s, _ in answer.arrivals]))}")
         each = ", ".join(f"{name} {(after[name] - before[name]) * 1e3 / ROUNDS:.2f}" for name in before)
         print(f"ms of processor time per round: {each}", flush=True)
-
-
-def _p50_and_p99(arrived_s: Sequence[float]) -> str:
-    gaps_ms = sorted((b - a) * 1e3 for a, b in pairwise(arrived_s))
-    return f"{statistics.median(gaps_ms):.2f}, {gaps_ms[int(0.99 * (len(gaps_ms) - 1))]:.2f}"
 
 
 def _busy_s(app: str) -> dict[str, float]:

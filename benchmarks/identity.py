@@ -215,7 +215,8 @@ def with_dtype(config: AppConfig, dtype: str) -> AppConfig:
     quantization = dtype if dtype in QUANTIZED else "none"
     changes = {"dtype": "bfloat16" if dtype in QUANTIZED else dtype}
     models = [m.model_copy(update=changes) if isinstance(m, TransformersModel) else m for m in config.models]
-    models[-1] = models[-1].model_copy(update={"quantization": quantization})
+    at = config.models.index(config.target)
+    models[at] = models[at].model_copy(update={"quantization": quantization})
     return config.model_copy(update={"models": type(config.models)(models)})
 
 

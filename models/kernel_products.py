@@ -19,7 +19,14 @@ from models.kernels.simd import LANES, has_feature
 
 Floats = npt.NDArray[np.float32]
 Operands = tuple[npt.NDArray[Any], npt.NDArray[Any], Floats]
+Array = npt.NDArray[np.float32] | npt.NDArray[np.uint16]
 NOTHING: Floats = np.empty(0, np.float32)
+
+
+def as_array(tensor: torch.Tensor) -> Array:
+    """The same memory for kernels; bfloat16 as its bits."""
+    array: Array = (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    return array
 
 
 class KernelProduct:
@@ -44,9 +51,7 @@ class KernelProduct:
         return self.num_outputs % LANES == 0
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.contiguous()
-        rows = (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
-        out = torch.from_numpy(product(rows, self.operands))
+        out = torch.from_numpy(product(as_array(x.contiguous()), self.operands))
         return out if self.fills_panels else out[:, : self.num_outputs].contiguous()
 
 

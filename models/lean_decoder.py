@@ -1,8 +1,8 @@
-"""The forward of Llama-like decoders on a CPU: products of torch, and kernels of our own between them.
+"""The forward of Llama-like decoders on a CPU: kernels of our own, and products of torch or of our own between them.
 
 Serves the architectures whose layers are RMS norm, attention with rotary positions, RMS norm and a gated MLP; for all
 others `lean_decoder` returns None, and the model's own code runs. models/transformers_backend.py compares both at load.
-Between products all is float32; they take and give what the weights are.
+Between products all is float32; what they take is `dtype` of theirs.
 Letters: R rows, C hidden size, D head size, V vocabulary.
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
-from models.kernel_products import NOTHING, KernelProduct, Operands
+from models.kernel_products import NOTHING, KernelProduct, Operands, as_array
 from models.kernels.elementwise import rms_norm, silu_gate
 from models.kernels.layer import add_and_norm, attention_step, whole_layer
 from models.kv_cache import KVCache, Pack
@@ -24,12 +24,13 @@ from models.linears import AnyProduct, make_product
 
 MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 Floats = npt.NDArray[np.float32]
-Array = npt.NDArray[np.float32] | npt.NDArray[np.uint16]
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """`query_norm` and `key_norm` [D] are empty where heads are not normed; `window` is 0 where a row sees all."""
+    """`query_norm` and `key_norm` [D] are empty where heads are not normed; `window` is 0 where a row sees all;
+    `operands` are those of the products in this order, where all are kernels.
+    """
 
     before_attention: Floats
     qkv: AnyProduct
@@ -41,12 +42,7 @@ class Layer:
     down: AnyProduct
     scaling: np.float32
     window: int
-
-    def operands(self) -> tuple[Operands, ...] | None:
-        """Of all products, where they are kernels: then a layer is one call."""
-        products = (self.qkv, self.out, self.gate_up, self.down)
-        found = tuple(p.operands for p in products if isinstance(p, KernelProduct) and p.fills_panels)
-        return found if len(found) == len(products) else None
+    operands: tuple[Operands, ...] | None
 
 
 class LeanDecoder:
@@ -58,32 +54,32 @@ class LeanDecoder:
         self._embedding: torch.Tensor = decoder.embed_tokens.weight.detach()
         self._rotary: Any = decoder.rotary_emb
         self._layers = [_layer(layer, quantization) for layer in decoder.layers]
-        self._operands = [layer.operands() for layer in self._layers]
         self._norms = [layer.before_attention for layer in self._layers] + [_weight(decoder.norm)]
         self._epsilon = np.float32(getattr(decoder.norm, "variance_epsilon", None) or decoder.norm.eps)
         self._num_heads = int(model.config.get_text_config(decoder=True).num_attention_heads)
-        first = self._layers[0]
-        self._columns = (len(first.before_mlp), first.out.num_inputs, first.down.num_inputs)
         self._head = make_product(quantization, head.weight.detach(), head.bias)
 
     def logits(self, ids: Sequence[int], pack: Pack, wanted: Sequence[int], cache: KVCache) -> torch.Tensor:
         """Token ids [R]; rows `wanted` [W] → [W, V] float32. Stores keys and values of all rows."""
         x = embedding(torch.tensor(ids), self._embedding).float().numpy()
-        normed, attended, gated = (self._room(len(x), columns) for columns in self._columns)
-        rms_norm(x, self._norms[0], self._epsilon, _array(normed))
+        normed = self._room(len(x), x.shape[1])
+        rms_norm(x, self._norms[0], self._epsilon, as_array(normed))
         turns = self._turns(pack)
         places = (cache.units(pack, self._num_heads), pack.tables, pack.firsts, pack.positions)
         for index, (layer, next_norm) in enumerate(zip(self._layers, self._norms[1:], strict=True)):
             kv, limits = (cache.keys[index], cache.values[index]), (layer.scaling, layer.window)
-            if (operands := self._operands[index]) is not None:
+            if layer.operands is not None:
                 norms = (layer.query_norm, layer.key_norm, layer.before_mlp, next_norm)
-                whole_layer(x, _array(normed), operands, norms, self._epsilon, turns, kv, places, *limits)
-                continue
-            qkv, head_norms = _array(layer.qkv(normed)), (layer.query_norm, layer.key_norm, self._epsilon)
-            attention_step(qkv, *head_norms, *turns, *kv, *places, *limits, _array(attended))
-            add_and_norm(x, _array(layer.out(attended)), layer.before_mlp, self._epsilon, _array(normed))
-            silu_gate(_array(layer.gate_up(normed)), _array(gated))
-            add_and_norm(x, _array(layer.down(gated)), next_norm, self._epsilon, _array(normed))
+                whole_layer(x, as_array(normed), layer.operands, norms, self._epsilon, turns, kv, places, *limits)
+            else:
+                attended, gated = (self._room(len(x), product.num_inputs) for product in (layer.out, layer.down))
+                head_norms = (layer.query_norm, layer.key_norm, self._epsilon)
+                attention_step(
+                    as_array(layer.qkv(normed)), *head_norms, *turns, *kv, *places, *limits, as_array(attended)
+                )
+                add_and_norm(x, as_array(layer.out(attended)), layer.before_mlp, self._epsilon, as_array(normed))
+                silu_gate(as_array(layer.gate_up(normed)), as_array(gated))
+                add_and_norm(x, as_array(layer.down(gated)), next_norm, self._epsilon, as_array(normed))
         if not wanted:
             return torch.empty(0, len(self._embedding))
         return self._head(normed[torch.tensor(wanted, dtype=torch.long)]).float()
@@ -108,12 +104,6 @@ def lean_decoder(model: PreTrainedModel, quantization: str = "none") -> LeanDeco
     return LeanDecoder(model, quantization)
 
 
-def _array(tensor: torch.Tensor) -> Array:
-    """The same memory for kernels; bfloat16 as its bits."""
-    array: Array = (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
-    return array
-
-
 def _layer(layer: Any, quantization: str) -> Layer:
     attention, mlp = layer.self_attn, layer.mlp
 
@@ -122,18 +112,27 @@ def _layer(layer: Any, quantization: str) -> Layer:
         bias = None if parts[0].bias is None else torch.cat([part.bias.detach() for part in parts])
         return make_product(quantization, torch.cat([part.weight.detach() for part in parts]), bias)
 
+    products = (
+        fused(attention.q_proj, attention.k_proj, attention.v_proj),
+        fused(attention.o_proj),
+        fused(mlp.gate_proj, mlp.up_proj),
+        fused(mlp.down_proj),
+    )
+    operands = tuple(p.operands for p in products if isinstance(p, KernelProduct) and p.fills_panels)
+    qkv, out, gate_up, down = products
     has_head_norms = hasattr(attention, "q_norm")
     return Layer(
         before_attention=_weight(layer.input_layernorm),
-        qkv=fused(attention.q_proj, attention.k_proj, attention.v_proj),
+        qkv=qkv,
         query_norm=_weight(attention.q_norm) if has_head_norms else NOTHING,
         key_norm=_weight(attention.k_norm) if has_head_norms else NOTHING,
-        out=fused(attention.o_proj),
+        out=out,
         before_mlp=_weight(layer.post_attention_layernorm),
-        gate_up=fused(mlp.gate_proj, mlp.up_proj),
-        down=fused(mlp.down_proj),
+        gate_up=gate_up,
+        down=down,
         scaling=np.float32(attention.scaling),
         window=_window(attention) or 0,
+        operands=operands if len(operands) == len(products) else None,
     )
 
 

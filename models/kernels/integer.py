@@ -8,7 +8,8 @@ raised by 128, because one operand has no sign.
 """
 
 import numpy as np
-from numba import njit, prange
+from numba import njit, prange, types
+from numba.extending import overload
 
 from models.kernels.elementwise import SERIAL_ROWS, wide
 from models.kernels.simd import (
@@ -60,8 +61,9 @@ def _quantize_parallel(x, codes, scales, sums):
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _quantize(x, num_groups):
+def _quantize(x):
     """x [R, K] → codes int8 [R, G · GROUP], scales [R, G], sums of codes [R, G]."""
+    num_groups = (x.shape[1] + GROUP - 1) // GROUP
     codes = np.zeros((x.shape[0], num_groups * GROUP), np.int8)
     scales = np.empty((x.shape[0], num_groups), np.float32)
     sums = np.empty((x.shape[0], num_groups), np.int32)
@@ -74,24 +76,17 @@ def _quantize(x, num_groups):
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _int4_group(panel, at, x, k):
-    """One row's exact sums over a group."""
-    total = splat_int(np.int32(0))
-    for v in range(4):
-        pairs = load_bytes(panel, at + 64 * v)
-        total = add_byte_dots(total, low_halves(pairs), x, k + 8 * v)
-        total = add_byte_dots(total, high_halves(pairs), x, k + 8 * v + 4)
-    return total
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
 def _int4_of_one(panel, steps, x, scales, sums, out, column):
     total = splat(ZERO)
     for group in range(scales.shape[0]):
-        dots = to_floats(_int4_group(panel, group * 256, x, group * GROUP))
+        dots = splat_int(np.int32(0))
+        for v in range(4):
+            pairs, k = load_bytes(panel, group * 256 + 64 * v), group * GROUP + 8 * v
+            dots = add_byte_dots(dots, low_halves(pairs), x, k)
+            dots = add_byte_dots(dots, high_halves(pairs), x, k + 4)
         step, zero = load_bfloats(steps, group * 2 * LANES), load_bfloats(steps, (group * 2 + 1) * LANES)
         own = scales[group]
-        total = fma(own * np.float32(sums[group]), zero, fma_lanes(scale(own, step), dots, total))
+        total = fma(own * np.float32(sums[group]), zero, fma_lanes(scale(own, step), to_floats(dots), total))
     store(out, column, total)
 
 
@@ -121,23 +116,6 @@ def _int4_of_four(panel, steps, x, scales, sums, out, column):
     store(out[1], column, t1)
     store(out[2], column, t2)
     store(out[3], column, t3)
-
-
-@njit(nogil=True, parallel=True, cache=True, error_model="numpy")
-def multiply_int4(x, codes, steps, out):
-    """x [R, K], float32 or bfloat16's bits · codes uint8 [P, G · 256] → out float32 [R, P · LANES].
-
-    steps  bfloat16's bits [P, G · 2 · LANES]: of each group the scales of a panel's outputs, then what their code 0 is
-    """
-    rows, scales, sums = _quantize(x, codes.shape[1] // 256)
-    whole = x.shape[0] // AT_ONCE * AT_ONCE
-    for panel in prange(codes.shape[0]):
-        own, steps_of_own, column = codes[panel], steps[panel], panel * LANES
-        for row in range(0, whole, AT_ONCE):
-            end = row + AT_ONCE
-            _int4_of_four(own, steps_of_own, rows[row:end], scales[row:end], sums[row:end], out[row:end], column)
-        for row in range(whole, x.shape[0]):
-            _int4_of_one(own, steps_of_own, rows[row], scales[row], sums[row], out[row], column)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -175,15 +153,46 @@ def _int8_of_four(panel, steps, x, scales, sums, out, column):
     store(out[3], column, fma_lanes(t3, step, nothing))
 
 
+def _of_one(panel, steps, x, scales, sums, out, column):
+    """One row by the kernel that the steps belong to; inside kernels only."""
+    raise NotImplementedError
+
+
+def _of_four(panel, steps, x, scales, sums, out, column):
+    """As `_of_one`, for AT_ONCE rows."""
+    raise NotImplementedError
+
+
+def _by_steps(int4, int8):
+    def choose(panel, steps, x, scales, sums, out, column):
+        kernel = int4 if steps.dtype == types.uint16 else int8
+
+        def run(panel, steps, x, scales, sums, out, column):
+            kernel(panel, steps, x, scales, sums, out, column)
+
+        return run
+
+    return choose
+
+
+overload(_of_one)(_by_steps(_int4_of_one, _int8_of_one))
+overload(_of_four)(_by_steps(_int4_of_four, _int8_of_four))
+
+
 @njit(nogil=True, parallel=True, cache=True, error_model="numpy")
-def multiply_int8(x, codes, steps, out):
-    """As `multiply_int4`; codes uint8 [P, G · 512], steps float32 [P, LANES], the scale of each output."""
-    rows, scales, sums = _quantize(x, codes.shape[1] // 512)
+def multiply_integers(x, codes, steps, out):
+    """x [R, K], float32 or bfloat16's bits → out float32 [R, P · LANES].
+
+    int4  codes uint8 [P, G · 256], steps bfloat16's bits [P, G · 2 · LANES]: of each group the scales of a panel's
+          outputs, then what their code 0 is
+    int8  codes uint8 [P, G · 512], steps float32 [P, LANES]: the scale of each output
+    """
+    rows, scales, sums = _quantize(x)
     whole = x.shape[0] // AT_ONCE * AT_ONCE
     for panel in prange(codes.shape[0]):
-        own, steps_of_own, column = codes[panel], steps[panel], panel * LANES
+        own, own_steps, column = codes[panel], steps[panel], panel * LANES
         for row in range(0, whole, AT_ONCE):
             end = row + AT_ONCE
-            _int8_of_four(own, steps_of_own, rows[row:end], scales[row:end], sums[row:end], out[row:end], column)
+            _of_four(own, own_steps, rows[row:end], scales[row:end], sums[row:end], out[row:end], column)
         for row in range(whole, x.shape[0]):
-            _int8_of_one(own, steps_of_own, rows[row], scales[row], sums[row], out[row], column)
+            _of_one(own, own_steps, rows[row], scales[row], sums[row], out[row], column)

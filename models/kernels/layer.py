@@ -10,7 +10,7 @@ from numba.extending import overload
 from models.kernels.attention import attend, store_rows
 from models.kernels.bfloat import multiply_bfloats
 from models.kernels.elementwise import add, put, rms_norm, rotate, silu_gate, wide
-from models.kernels.integer import multiply_int4, multiply_int8
+from models.kernels.integer import multiply_integers
 from models.kernels.simd import LANES
 
 
@@ -60,10 +60,9 @@ def _multiply(x, panels, steps, out):
 def _multiply_of_kind(x, panels, steps, out):
     if panels.dtype == types.uint16:
         return lambda x, panels, steps, out: multiply_bfloats(x, panels, out)
-    kernel = multiply_int4 if steps.dtype == types.uint16 else multiply_int8
 
     def run(x, panels, steps, out):
-        kernel(x, panels, steps, out)
+        multiply_integers(x, panels, steps, out)
 
     return run
 

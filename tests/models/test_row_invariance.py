@@ -25,15 +25,14 @@ class Decoder:
 
     blocks = (list(range(140)), [200, *range(140, 190)])
 
-    def __init__(self, lean: LeanDecoder, prompt_len: int = 1) -> None:
+    def __init__(self, lean: LeanDecoder) -> None:
         self._lean = lean
-        self._prompt_len = prompt_len
         self._cache = KVCache(2, NUM_BLOCKS, BLOCK_TOKENS, 3, 64)
 
     @torch.inference_mode()
     def logits(self, *spans: tuple[int, list[int], int, int]) -> list[torch.Tensor]:
         """Of each (sequence, text, start, end): logits of its rows, in one forward."""
-        slices = [Slice(text, a, b, a, self._prompt_len, self.blocks[seq], Sampling()) for seq, text, a, b in spans]
+        slices = [Slice(text, a, b, a, 1, self.blocks[seq], Sampling()) for seq, text, a, b in spans]
         ids = [token for _, text, a, b in spans for token in text[a:b]]
         rows = self._lean.logits(ids, pack_rows(slices), range(len(ids)), self._cache)
         return list(rows.split([b - a for _, _, a, b in spans]))
@@ -82,10 +81,10 @@ def test_a_prefill_in_chunks_equals_one_of_any_cut(make: partial[Decoder]) -> No
 
 def test_a_prompt_cut_anywhere_beside_a_check_gives_the_same_bits(make: partial[Decoder]) -> None:
     texts = torch.randint(0, 512, (2, 300), generator=torch.Generator().manual_seed(7)).tolist()
-    whole = make(prompt_len=300)
+    whole = make()
     [wanted] = whole.logits((0, texts[0], 0, 300))
     for cuts in ([1, 70, 300], [64, 128, 200, 300], [250, 256, 300]):
-        decoder, start = make(prompt_len=300), 0
+        decoder, start = make(), 0
         decoder.logits((1, texts[1], 0, 290))
         for end in cuts:
             rows, _ = decoder.logits((0, texts[0], start, end), (1, texts[1], 288, 291))
