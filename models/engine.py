@@ -33,6 +33,7 @@ from kvstate.protocol import (
 )
 from kvstate.sequence import InvariantError, Ready, SequenceState, Stale, accept_step, apply_commit, apply_open, evict
 from models.backend import Backend, Slice
+from models.gathering import Gathering
 from models.tasks import Task, continue_draft, finish, is_overtaken, start_task
 
 log = logging.getLogger(__name__)
@@ -99,7 +100,7 @@ class Engine:
         self._lease_s = lease_s
         self._prefix_cache = prefix_cache
         self._clock = clock
-        self._inbox: deque[tuple[Sender, Message]] = deque()
+        self._inbox: deque[tuple[Sender, Message, float]] = deque()
         self._controls: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
         self._stopping = False
@@ -108,6 +109,7 @@ class Engine:
         self._tasks: list[Task] = []
         self._replies: list[tuple[Sender, Message]] = []
         self._dropped: list[int] = []
+        self._gathering = Gathering()
         self._handlers: dict[type, Callable[[Sender, Message], None]] = {
             Open: self._on_open,
             Commit: self._on_commit,
@@ -130,7 +132,7 @@ class Engine:
                 raise UnknownMessage(type(message).__name__)
             if len(self._inbox) >= MOST_INBOX:
                 raise InboxFull(len(self._inbox))
-            self._inbox.append((sender, message))
+            self._inbox.append((sender, message, self._clock()))
         self._wake.set()
 
     def control(self, action: Callable[[], None]) -> None:
@@ -150,6 +152,7 @@ class Engine:
             if not self.step():
                 self._wake.wait(timeout=1.0)
             self._wake.clear()
+            self._gather()
 
     def step(self) -> bool:
         """Apply what came, run one forward, report. False when no task was ready."""
@@ -160,13 +163,23 @@ class Engine:
         self._report()
         return bool(batch)
 
+    def _gather(self) -> None:
+        """Wait while the next forward would gain by it (models/gathering.py); messages are applied as they come."""
+        self._receive()
+        while self._tasks and not self._stopping and (left_s := self._gathering.left_s(self._clock())) > 0.0:
+            self._wake.wait(left_s)
+            self._wake.clear()
+            self._receive()
+
     def profile(self) -> Profile:
         """Time batches of 1 and 9 rows and of 4 sequences, to start the router's latency fit. Keeps nothing."""
         self._time_batch(1, 1)
         one, nine, four = (min(self._time_batch(*shape) for _ in range(3)) for shape in ((1, 1), (1, 9), (4, 1)))
         per_token_ms = max(0.0, (nine - one) / 8)
         per_sequence_ms = max(0.0, (four - one) / 3 - per_token_ms)
-        return Profile(max(0.001, one - per_token_ms - per_sequence_ms), per_token_ms, per_sequence_ms)
+        profile = Profile(max(0.001, one - per_token_ms - per_sequence_ms), per_token_ms, per_sequence_ms)
+        self._gathering.base_s = profile.base_ms / 1e3
+        return profile
 
     def held(self) -> tuple[Held, ...]:
         return tuple(Held(s, h.state.committed_len, h.state.kv_len) for s, h in self._holdings.items())
@@ -184,7 +197,9 @@ class Engine:
         while self._controls:
             self._controls.popleft()()
         while self._inbox:
-            sender, message = self._inbox.popleft()
+            sender, message, arrived_s = self._inbox.popleft()
+            if isinstance(message, Draft | Check):
+                self._gathering.returned(message.seq, arrived_s)
             try:
                 self._handlers[type(message)](sender, message)
             except InvariantError as error:  # one sequence is at fault: it is dropped, and rebuilt by its router
@@ -268,6 +283,7 @@ class Engine:
             self._blocks.publish(seq, prefix_keys(known, self._blocks.block_tokens))
 
     def _forget(self, seq: int) -> None:
+        self._gathering.forget(seq)
         holding = self._holdings.pop(seq, None)
         if holding is not None:
             self._tasks = [t for t in self._tasks if t.state is not holding.state]
@@ -361,7 +377,7 @@ class Engine:
         return samples, self._clock() - started_s
 
     def _advance(self, batch: Sequence[tuple[Task, Slice]], samples: list[list[int | None]], busy_s: float) -> None:
-        rows = sum(s.end - s.start for _, s in batch)
+        rows, answered = sum(s.end - s.start for _, s in batch), list[int]()
         for (task, slice_), sampled in zip(batch, samples, strict=True):
             task.took_part(rows, len(batch), busy_s)
             task.take(slice_.end, sampled)
@@ -373,6 +389,8 @@ class Engine:
             reply, dropped = finish(task)
             self._rolled_back(task.state, dropped)
             self._replies.append((task.sender, reply))
+            answered.append(task.state.seq)
+        self._gathering.answered(answered, self._clock())
 
     def _report(self) -> None:
         if self._replies:

@@ -223,6 +223,16 @@ async def test_kv_that_is_evicted_all_the_time_is_made_again_with_the_same_text(
         assert sum(engine.stats.evicted_sequences for engine in cluster.engines.values()) > before
 
 
+async def test_sequences_that_started_apart_come_to_share_their_forwards() -> None:
+    backend = EmulatedBackend("t", 1, EmulateSpec(base_ms=40.0, agreement=1.0), 256)
+    async with running({"t": backend}) as cluster:
+        parts = cluster.stream(PROMPTS[0], GREEDY, 40, (256,), Speculation("off"))
+        await anext(parts)
+        later = asyncio.create_task(alone(cluster, PROMPTS[1], 40))
+        tokens = sum([len(part.tokens) async for part in parts]) + len(await later) + 1
+        assert cluster.engines["t"].stats.forwards < 0.75 * tokens  # without waiting they would take turns
+
+
 async def test_no_engine_outlives_its_cluster() -> None:
     slow = {"slow": EmulatedBackend("slow", 1, EmulateSpec(150.0, 1.0), 256)}
     async with running(slow) as cluster:
