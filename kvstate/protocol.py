@@ -280,7 +280,11 @@ class Open(Message, frozen=True):
 
 
 class Draft(Message, frozen=True):
-    """Continue the sequence by `count` own samples. `count` 0 only computes KV (a drafter's prefill)."""
+    """Continue the sequence by `count` own samples. `count` 0 only computes KV (a drafter's prefill).
+
+    `stop_below`: a model that knows how likely its samples are right ends the draft where all of it together would be
+    right with a smaller probability.
+    """
 
     seq: int
     key: Key
@@ -288,6 +292,7 @@ class Draft(Message, frozen=True):
     from_len: int
     tokens: tuple[int, ...]
     count: int
+    stop_below: float = 0.0
 
 
 class Check(Message, frozen=True):
@@ -307,7 +312,10 @@ class Check(Message, frozen=True):
 
 
 class Probe(Message, frozen=True):
-    """Own samples at the last `count` positions of the committed tokens, for estimates only; changes no token."""
+    """Own samples at the last `count` positions of the committed tokens, for estimates only; changes no token.
+
+    `stop_below`: no sample where a draft of one token would end before it.
+    """
 
     seq: int
     key: Key
@@ -315,6 +323,7 @@ class Probe(Message, frozen=True):
     from_len: int
     tokens: tuple[int, ...]
     count: int
+    stop_below: float = 0.0
 
 
 class Opened(Message, frozen=True):

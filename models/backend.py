@@ -28,6 +28,8 @@ class Slice:
     prompt_len   how many of the tokens are the prompt
     block_ids    KV blocks of the sequence, enough for `end` positions; position p lives in block_ids[p // block_tokens]
     logprobs     filled by the forward, where somebody wants them
+    stop_below   a backend that knows how likely its samples are the target's gives None once all drafted so far are
+                 right together with a smaller probability
     """
 
     tokens: Sequence[int]
@@ -38,6 +40,7 @@ class Slice:
     block_ids: Sequence[int]
     sampling: Sampling
     logprobs: LogprobSink | None = None
+    stop_below: float = 0.0
 
 
 class Backend(Protocol):
@@ -58,6 +61,6 @@ class Backend(Protocol):
         """Compute the KV of every row and sample where asked.
 
         Returns for each slice the samples of its rows `sample_from` … `end` − 1, in order; None where the model has no
-        guess (n-gram only). The target of a chain never returns None.
+        guess worth checking (n-gram only). The target of a chain never returns None.
         """
         ...

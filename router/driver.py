@@ -46,7 +46,9 @@ class Observer(Protocol):
 
     def drafted(self, model: str, num_asked: int, num_drafted: int) -> None: ...
 
-    def checked(self, lower: str, upper: str, num_checked: int, num_accepted: int) -> None: ...
+    def checked(self, lower: str, upper: str, num_checked: int, num_accepted: int, num_asked: int) -> None:
+        """`num_asked`: how many tokens the draft was asked for; 0 where the tokens checked are not one draft."""
+        ...
 
 
 class TargetLost(Exception):
@@ -118,14 +120,14 @@ class RoundDriver:
             raise TargetLost(replica_id)
         self.sequence.holders = {m: h for m, h in holders.items() if h.replica_id != replica_id}
 
-    async def probe(self, model: str, count: int) -> Probed | None:
+    async def probe(self, model: str, count: int, stop_below: float) -> Probed | None:
         """The model's own samples at the last `count` committed positions; None if it is gone or silent."""
         tokens = list(self.sequence.tokens)
 
         def make(holder: Holder) -> Step:
             start = min(holder.acked_len, len(tokens))
             key = self.sequence.next_key()
-            return Probe(self.sequence.seq, key, len(tokens), start, tuple(tokens[start:]), count)
+            return Probe(self.sequence.seq, key, len(tokens), start, tuple(tokens[start:]), count, stop_below)
 
         try:
             reply = await self._step(model, "probe", make)
@@ -142,10 +144,12 @@ class RoundDriver:
             return await self._verified(chain[0], [], 0)
         held: list[list[int]] = [[] for _ in chain]
         while True:
-            held[1] = await self._drafted(chain[0], held, windows[0])
+            num_asked = max(0, min(windows[0], self._room(held)))
+            held[1] = await self._drafted(chain[0], held, num_asked, plan.stop_below)
             level = 1
             while True:
-                verified = await self._verified(chain[level], held, level, lower=chain[level - 1])
+                asked_of_draft = num_asked if level == 1 else 0
+                verified = await self._verified(chain[level], held, level, chain[level - 1], asked_of_draft)
                 if level == len(chain) - 1:
                     return verified
                 held[level] = []
@@ -162,20 +166,19 @@ class RoundDriver:
         """How many more tokens may be drafted: the target adds one of its own to all that is held."""
         return self._limits.max_tokens - self.sequence.output_len - 1 - sum(map(len, held))
 
-    async def _drafted(self, model: str, held: Sequence[Sequence[int]], window: int) -> list[int]:
-        count = min(window, self._room(held))
-        if count <= 0:
+    async def _drafted(self, model: str, held: Sequence[Sequence[int]], count: int, stop_below: float) -> list[int]:
+        if count == 0:
             return []
         tokens = self._context(held, 1)
-        reply = await self._step(model, "draft", lambda holder: self._draft(holder, tokens, count))
+        reply = await self._step(model, "draft", lambda holder: self._draft(holder, tokens, count, stop_below))
         assert isinstance(reply, Drafted), reply
         self._observer.drafted(model, count, len(reply.tokens))
         return list(reply.tokens)
 
     async def _verified(
-        self, model: str, held: Sequence[Sequence[int]], level: int, lower: str | None = None
+        self, model: str, held: Sequence[Sequence[int]], level: int, lower: str | None = None, num_asked: int = 0
     ) -> list[int]:
-        """What `model` keeps of `held[level]`, and its own token."""
+        """What `model` keeps of `held[level]`, and its own token; `num_asked` as in `Observer.checked`."""
         checked = held[level] if held else []
         tokens = self._context(held, level)
         is_target = level == max(len(held) - 1, 0)
@@ -187,7 +190,7 @@ class RoundDriver:
             self.counts.add(len(checked), reply.num_accepted)
             self._logprobs = reply.logprobs
         if lower is not None:
-            self._observer.checked(lower, model, len(checked), reply.num_accepted)
+            self._observer.checked(lower, model, len(checked), reply.num_accepted, num_asked)
         return [*checked[: reply.num_accepted], reply.own_token]
 
     def _context(self, held: Sequence[Sequence[int]], level: int) -> list[int]:
@@ -234,9 +237,9 @@ class RoundDriver:
             holder.opened = self._outbound.to_replica(holder.replica_id, message)
             holder.acked_len = len(s.tokens)
 
-    def _draft(self, holder: Holder, held: Sequence[int], count: int) -> Draft:
+    def _draft(self, holder: Holder, held: Sequence[int], count: int, stop_below: float = 0.0) -> Draft:
         s = self.sequence
-        return Draft(s.seq, s.next_key(), len(s.tokens), holder.acked_len, self._from(holder, held), count)
+        return Draft(s.seq, s.next_key(), len(s.tokens), holder.acked_len, self._from(holder, held), count, stop_below)
 
     def _check(self, holder: Holder, tokens: Sequence[int], count: int, logprobs: int) -> Check:
         s = self.sequence

@@ -11,19 +11,25 @@ begin alike.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations, pairwise
+from itertools import accumulate, combinations, pairwise
+from operator import mul
 
 from router.renewal import Production, checked_survival, delivered, sweep
-from router.table import ModelCost, TableSnapshot
+from router.table import TableSnapshot
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`windows[i]` belongs to `chain[i + 1]`; the target alone has none."""
+    """`windows[i]` belongs to `chain[i + 1]`; the target alone has none.
+
+    `stop_below`: a drafter that knows how likely its tokens are right ends a draft that would be right with a smaller
+    probability.
+    """
 
     chain: tuple[str, ...]
     windows: tuple[int, ...]
     predicted_ms_per_token: float
+    stop_below: float = 0.0
 
 
 class Planner:
@@ -50,6 +56,12 @@ class Planner:
         if key not in self._best:
             self._best[key] = self._search(key)
         return self._best[key]
+
+    def stop_below(self, chain: Sequence[str], windows: Sequence[int]) -> float:
+        """Where one more drafted token costs its checker as much as it saves: a row, against a token otherwise had."""
+        if len(chain) == 1:
+            return 0.0
+        return min(1.0, self._snapshot.models[chain[1]].row_ms / self.predict(chain[:2], windows[:1]))
 
     def candidates(self, models: Sequence[str]) -> list[Plan]:
         """The best plan of every chain from `models` (cheapest first, target last), fastest first."""
@@ -118,20 +130,16 @@ class Planner:
     def _first_check(self, chain: tuple[str, ...], window: int) -> Production:
         """Level 2 checks exactly what one draft brought: `window` tokens, or fewer where the drafter had no guess."""
         drafter = self._snapshot.models[chain[0]]
-        acceptance = self._snapshot.acceptance(chain[0], chain[1])
-        continues = drafter.draft_continues
-        drafted = sum(continues**j for j in range(1, window + 1))
-        batches = sum(continues**j for j in range(window))
-        draft_ms = batches * drafter.batch_ms(1.0) + drafter.call_ms
-        survival = tuple((acceptance * continues) ** j for j in range(window + 1))
-        all_equal = self._all_equal_draft(acceptance, continues, window)
-        return Production(survival, draft_ms + self._check_ms(chain, drafted, all_equal))
-
-    @staticmethod
-    def _all_equal_draft(acceptance: float, continues: float, window: int) -> float:
-        """E[a^L] of a draft that stops after each token with probability 1 − `continues`."""
-        going_on = acceptance * continues
-        return sum(going_on**j for j in range(window)) * (1.0 - continues) + going_on**window
+        continues = self._snapshot.draft_continues(chain[0], window)
+        goes_on = self._snapshot.draft_goes_on(chain[0], chain[1], window)
+        reached = tuple(accumulate(continues, mul, initial=1.0))
+        survival = tuple(accumulate(goes_on, mul, initial=1.0))
+        draft_ms = sum(reached[:-1]) * drafter.batch_ms(1.0) + drafter.call_ms
+        all_equal = survival[-1] + sum(
+            accepted * min(1.0 - more_drafted, 1.0 - more_accepted)
+            for accepted, more_drafted, more_accepted in zip(survival, continues, goes_on, strict=False)
+        )
+        return Production(survival, draft_ms + self._check_ms(chain, sum(reached[1:]), all_equal))
 
     def _collected(self, chain: tuple[str, ...], windows: tuple[int, ...]) -> Production:
         lower = self._production(chain[:-1], windows[:-1])
@@ -143,12 +151,8 @@ class Planner:
     def _check_ms(self, chain: tuple[str, ...], held_tokens: float, all_equal: float) -> float:
         """One check by the last of `chain`, with the rows that full acceptance costs the levels below it."""
         checker = self._snapshot.models[chain[-1]]
-        catch_up_ms = all_equal * sum(self._row_ms(self._snapshot.models[name]) for name in chain[:-1])
+        catch_up_ms = all_equal * sum(self._snapshot.models[name].row_ms for name in chain[:-1])
         return checker.batch_ms(held_tokens + 1.0) + checker.call_ms + catch_up_ms
-
-    @staticmethod
-    def _row_ms(model: ModelCost) -> float:
-        return model.per_token_ms * model.sharing
 
     def _alone_ms(self, target: str) -> float:
         cost = self._snapshot.models[target]

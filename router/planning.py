@@ -5,14 +5,19 @@ Plans are made over a snapshot that is at most `max_age_s` old, once per set of 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvstate.protocol import Profile, Speculation, Timing
+from router.own_rates import OwnRates, Shifts, shifted
 from router.planner import Plan, Planner, keep_or_change
 from router.probing import ProbeBudget, ProbePlan, choose_probe
 from router.sequence import Holder
 from router.stats import RouterStats
 from router.table import RouterTable, TableSnapshot
+
+MOST_PRESENT = 1024
+MOST_PLANS = 32
+"""Kept per snapshot; requests that differ in more ways go by the table as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +58,27 @@ class RunRecord:
         return self.seconds * 1e3 / self.tokens if self.tokens else None
 
 
+@dataclass(frozen=True, slots=True)
+class RequestObserver:
+    """The driver's `Observer` of one request: all goes to the table, its acceptances to its own rates too."""
+
+    planning: "Planning"
+    own: OwnRates
+
+    def timing(self, holder: Holder, kind: str, timing: Timing, round_trip_s: float) -> None:
+        self.planning.timing(holder, kind, timing, round_trip_s)
+
+    def drafted(self, model: str, num_asked: int, num_drafted: int) -> None:
+        self.planning.drafted(model, num_asked, num_drafted)
+
+    def checked(self, lower: str, upper: str, num_checked: int, num_accepted: int, num_asked: int) -> None:
+        expected = self.planning.expected(lower, upper, num_checked, num_asked)
+        self.own.observe((lower, upper), num_accepted, expected)
+        self.planning.checked(lower, upper, num_checked, num_accepted, num_asked)
+
+
 class Planning:
-    """Implements the driver's `Observer`. One per router; used on its event loop only."""
+    """One per router; used on its event loop only."""
 
     def __init__(
         self, settings: RouterSettings, clock: Callable[[], float], stats: RouterStats, max_age_s: float = 0.25
@@ -66,8 +90,8 @@ class Planning:
         self._budget = ProbeBudget()
         self._snapshot: TableSnapshot | None = None
         self._snapshot_s = 0.0
-        self._plans: dict[tuple[str, ...], Plan] = {}
-        self._present: dict[tuple[str, ...], Plan] = {}
+        self._plans: dict[tuple[object, ...], Plan] = {}
+        self._present: dict[tuple[object, ...], Plan] = {}
         self.table = RouterTable()
         self.records: dict[tuple[str, ...], RunRecord] = {}
         self.plan_changes = 0
@@ -86,8 +110,8 @@ class Planning:
         self.table.observe_draft(model, num_asked, num_drafted)
         self._stats.draft_tokens[model] += num_drafted
 
-    def checked(self, lower: str, upper: str, num_checked: int, num_accepted: int) -> None:
-        self.table.observe_check(lower, upper, num_checked, num_accepted)
+    def checked(self, lower: str, upper: str, num_checked: int, num_accepted: int, num_asked: int) -> None:
+        self.table.observe_check(lower, upper, num_checked, num_accepted, num_asked)
         self._stats.add_check(lower, upper, num_accepted)
 
     def record_round(self, plan: Plan, seconds: float, num_tokens: int) -> None:
@@ -101,10 +125,20 @@ class Planning:
         """What the probed models computed for it."""
         self._budget.probes_s += busy_s
 
+    def expected(self, lower: str, upper: str, num_checked: int, num_asked: int) -> list[float]:
+        """The table's rate of each position of a check, or of a draft of `num_asked`."""
+        snapshot = self.snapshot()
+        if num_asked:
+            return snapshot.draft_goes_on(lower, upper, num_asked)
+        return [snapshot.acceptance(lower, upper)] * num_checked
+
     # ------------------------------------------------------------------------------------------------------ choosing
 
-    def plan(self, holders: Sequence[str], speculation: Speculation) -> Plan:
-        """The plan of the next round over models that hold the sequence (any order; the target is one)."""
+    def plan(self, holders: Sequence[str], speculation: Speculation, shifts: Shifts = ()) -> Plan:
+        """The plan of the next round over models that hold the sequence (any order; the target is one).
+
+        `shifts`: how the request differs from what the table says of all (router/own_rates.py).
+        """
         models = tuple(name for name in self._settings.models if name in holders)
         if speculation.mode == "off":
             return Plan((models[-1],), (), 0.0)
@@ -112,7 +146,7 @@ class Planning:
             return self._fixed(models, speculation.chain, speculation.windows)
         if self._settings.policy == "fixed":
             return self._fixed(models, self._settings.chain, self._settings.windows)
-        return self._adaptive(models)
+        return self._adaptive(models, shifts)
 
     def choose_probe(
         self, holders: Sequence[str], chain: Sequence[str], output_len: int, speculation: Speculation
@@ -145,15 +179,22 @@ class Planning:
             return []
         return Planner(snapshot, self._settings.max_window).candidates(models)
 
-    def _adaptive(self, models: tuple[str, ...]) -> Plan:
+    def _adaptive(self, models: tuple[str, ...], shifts: Shifts) -> Plan:
         snapshot = self.snapshot()
-        if models not in self._plans:
-            best = Planner(snapshot, self._settings.max_window).candidates(models)[0]
-            present = self._present.get(models)
-            chosen = keep_or_change(snapshot, present, best)
+        key = (models, shifts)
+        if key not in self._plans and len(self._plans) >= MOST_PLANS:
+            key = (models, ())
+        if key not in self._plans:
+            seen = shifted(snapshot, key[1])
+            planner = Planner(seen, self._settings.max_window)
+            present = self._present.get(key)
+            chosen = keep_or_change(seen, present, planner.candidates(models)[0])
+            chosen = replace(chosen, stop_below=planner.stop_below(chosen.chain, chosen.windows))
             self.plan_changes += present is not None and present.chain != chosen.chain
-            self._plans[models] = self._present[models] = chosen
-        return self._plans[models]
+            if len(self._present) >= MOST_PRESENT:
+                self._present.clear()
+            self._plans[key] = self._present[key] = chosen
+        return self._plans[key]
 
     def _fixed(self, models: Sequence[str], chain: Sequence[str], windows: Sequence[int]) -> Plan:
         """The wished chain without the levels that hold nothing; a level's window goes with it."""
@@ -164,5 +205,7 @@ class Planning:
         key = ("fixed", *names)
         snapshot = self.snapshot()
         if key not in self._plans:
-            self._plans[key] = Planner(snapshot, self._settings.max_window).best(names)
+            planner = Planner(snapshot, self._settings.max_window)
+            best = planner.best(names)
+            self._plans[key] = replace(best, stop_below=planner.stop_below(names, best.windows))
         return self._plans[key]

@@ -20,10 +20,11 @@ ENOUGH_SAMPLES = 64
 
 @dataclass(frozen=True, slots=True)
 class ProbePlan:
-    """`models` sample at the last `count` committed positions."""
+    """`models` sample at the last `count` committed positions; `stop_below` as in a plan that drafts one token."""
 
     models: tuple[str, ...]
     count: int
+    stop_below: float = 0.0
 
 
 @dataclass(slots=True)
@@ -67,7 +68,8 @@ def choose_probe(
         return None
     wanted = fewest if unknown else _longest_ago(budget, pairs)
     probed = tuple(name for name in models[:-1] if name in wanted)
-    return ProbePlan(probed, min(num_committed_outputs, MOST_POSITIONS))
+    target = snapshot.models[models[-1]]
+    return ProbePlan(probed, min(num_committed_outputs, MOST_POSITIONS), target.row_share)
 
 
 def _has_room(budget: ProbeBudget, share: float) -> bool:

@@ -36,8 +36,10 @@ from kvstate.protocol import (
 )
 from router.driver import Commit, RoundDriver, TargetLost
 from router.links import Outbound, StepCalls
+from router.own_rates import OwnRates
 from router.planner import Plan
-from router.planning import Planning, RouterSettings
+from router.planning import Planning, RequestObserver, RouterSettings
+from router.probing import ProbePlan
 from router.sequence import Holder, Limits, RunningSequence, TargetCounts
 from router.stats import RouterStats
 from router.table_view import explain
@@ -70,6 +72,7 @@ class Request:
     task: asyncio.Task[None] | None = None
     cut_len: int | None = None
     probes: set[asyncio.Task[None]] = field(default_factory=set)
+    own: OwnRates = field(default_factory=OwnRates)
 
     @property
     def arrived_s(self) -> float:
@@ -279,7 +282,7 @@ class RouterCore:
             limits,
             self._calls,
             self._outbound,
-            self.planning,
+            RequestObserver(self.planning, request.own),
             clock=self._clock,
             step_timeout_s=self._settings.step_timeout_s,
             counts=request.counts,
@@ -302,11 +305,12 @@ class RouterCore:
             self._start_probe(request, driver, plan)
             started_s = self._clock()
             commit = await driver.round(plan)
+            request.own.end_round()
             self._count_round(plan, self._clock() - started_s, len(commit.tokens))
             self._deliver(request, sequence, commit)
 
     def _plan(self, request: Request, sequence: RunningSequence) -> Plan:
-        plan = self.planning.plan(tuple(sequence.holders), request.message.speculation)
+        plan = self.planning.plan(tuple(sequence.holders), request.message.speculation, request.own.shifts)
         request.chain = plan.chain
         return plan
 
@@ -351,16 +355,20 @@ class RouterCore:
         probe = self.planning.choose_probe(tuple(sequence.holders), plan.chain, sequence.output_len, speculation)
         if probe is not None:
             self.stats.probes += 1
-            task = asyncio.create_task(self._probe(driver, probe.models, probe.count))
+            task = asyncio.create_task(self._probe(request.own, driver, probe))
             request.probes.add(task)
             task.add_done_callback(request.probes.discard)
 
-    async def _probe(self, driver: RoundDriver, models: tuple[str, ...], num_positions: int) -> None:
+    async def _probe(self, own: OwnRates, driver: RoundDriver, probe: ProbePlan) -> None:
         """Samples at the last committed positions, beside the round; never delays it and never fails it."""
-        committed = driver.sequence.tokens[-num_positions:]
-        replies = await asyncio.gather(*(driver.probe(model, num_positions) for model in models))
-        samples = {m: list(r.samples) for m, r in zip(models, replies, strict=True) if r is not None}
+        committed = driver.sequence.tokens[-probe.count :]
+        replies = await asyncio.gather(*(driver.probe(m, probe.count, probe.stop_below) for m in probe.models))
+        samples = {m: list(r.samples) for m, r in zip(probe.models, replies, strict=True) if r is not None}
         self.planning.record_probe(sum(reply.timing.busy_s for reply in replies if reply is not None))
+        for model, sampled in samples.items():
+            [expected] = self.planning.expected(model, self._settings.target, 1, 1)
+            for sample, token in zip(sampled, committed, strict=True):
+                own.observe((model, self._settings.target), int(sample == token), [expected])
         if samples:
             self.planning.table.observe_probe({**samples, self._settings.target: committed})
 

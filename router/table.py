@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvstate.protocol import Profile, Timing
-from router.acceptance import PRIOR_ACCEPTANCE, Acceptance, FadingCount
+from router.acceptance import PRIOR_ACCEPTANCE, Acceptance, PositionRates
 from router.latency import Ewma, LatencyFit
 
 
@@ -20,8 +20,8 @@ class ModelCost:
     """One model now. A call waits `queue_ms`, takes one `hop_ms`, and its batches carry `sharing` sequences in the
     mean.
 
-    `draft_continues` is the probability that a draft goes on for one more token (below 1 where a model may have no
-    guess).
+    `draft_continues[j]` is the probability that a draft of j tokens goes on for one more: below 1 where a model may
+    have no guess, as the last one says for longer drafts, 1 where nothing is known.
     """
 
     name: str
@@ -32,12 +32,22 @@ class ModelCost:
     hop_ms: float = 0.0
     queue_ms: float = 0.0
     sharing: float = 1.0
-    draft_continues: float = 1.0
+    draft_continues: tuple[float, ...] = ()
     samples: int = 0
 
     def batch_ms(self, rows: float) -> float:
         """A batch with `rows` rows of this sequence, the others that share it bringing as many each."""
         return self.base_ms + (self.per_token_ms * rows + self.per_sequence_ms) * self.sharing
+
+    @property
+    def row_ms(self) -> float:
+        """What one more row of this sequence adds to a batch, the others that share it bringing one more each."""
+        return self.per_token_ms * self.sharing
+
+    @property
+    def row_share(self) -> float:
+        """Of a whole call with one row."""
+        return self.row_ms / max(1e-9, self.batch_ms(1.0) + self.call_ms)
 
     @property
     def call_ms(self) -> float:
@@ -47,13 +57,18 @@ class ModelCost:
 
 @dataclass(frozen=True, slots=True)
 class PairEstimate:
-    """`acceptance`: share of lower tokens that equal the upper's samples; `divergence`: 1 − agreement on probes."""
+    """`acceptance`: share of lower tokens that equal the upper's samples; `divergence`: 1 − agreement on probes.
+
+    `goes_on[j]`: of a draft checked at once, the probability that after j accepted tokens one more was drafted and
+    accepted; as the last one says further on, and nothing where no draft was checked yet.
+    """
 
     lower: str
     upper: str
     acceptance: float
     divergence: float
     samples: int
+    goes_on: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +80,23 @@ class TableSnapshot:
         pair = self.pairs.get((lower, upper))
         return PRIOR_ACCEPTANCE if pair is None else pair.acceptance
 
+    def draft_continues(self, drafter: str, window: int) -> list[float]:
+        """For drafts of 0 … `window` − 1 tokens."""
+        return extended(self.models[drafter].draft_continues or (1.0,), window)
+
+    def draft_goes_on(self, drafter: str, checker: str, window: int) -> list[float]:
+        """After 0 … `window` − 1 accepted tokens."""
+        pair = self.pairs.get((drafter, checker))
+        if pair is not None and pair.goes_on:
+            return extended(pair.goes_on, window)
+        acceptance = self.acceptance(drafter, checker)
+        return [acceptance * continues for continues in self.draft_continues(drafter, window)]
+
+
+def extended(rates: Sequence[float], length: int) -> list[float]:
+    """The first `length` of them, the last one repeated where there are fewer."""
+    return [*rates[:length], *[rates[-1]] * (length - len(rates))]
+
 
 @dataclass(slots=True)
 class _Model:
@@ -73,12 +105,12 @@ class _Model:
     hops_ms: dict[str, Ewma] = field(default_factory=dict)
     queue_ms: Ewma = field(default_factory=Ewma)
     sharing: Ewma = field(default_factory=lambda: Ewma(value=1.0))
-    drafts: FadingCount = field(default_factory=FadingCount)
+    drafts: PositionRates = field(default_factory=PositionRates)
 
     def cost(self, name: str) -> ModelCost:
         base_ms, per_token_ms, per_sequence_ms = self.fit.coefficients
         hop_ms = min((hop.value for hop in self.hops_ms.values()), default=0.0)
-        continues = self.drafts.successes / self.drafts.trials if self.drafts.trials else 1.0
+        continues = tuple(self.drafts.rates(1.0))
         return ModelCost(
             name, self.level, base_ms, per_token_ms, per_sequence_ms, hop_ms,
             self.queue_ms.value, self.sharing.value, continues, self.fit.count,
@@ -89,10 +121,25 @@ class _Model:
 class _Pair:
     acceptance: Acceptance = field(default_factory=Acceptance)
     probed: Acceptance = field(default_factory=Acceptance)
+    drafts: PositionRates = field(default_factory=PositionRates)
 
     def estimate(self, lower: str, upper: str) -> PairEstimate:
+        rate = self.acceptance.rate
         agreement = self.probed if self.probed.samples else self.acceptance
-        return PairEstimate(lower, upper, self.acceptance.rate, 1.0 - agreement.rate, self.acceptance.samples)
+        goes_on = tuple(self.drafts.rates(rate))
+        return PairEstimate(lower, upper, rate, 1.0 - agreement.rate, self.acceptance.samples, goes_on)
+
+    def observe_probe(self, lower: Sequence[int | None], upper: Sequence[int | None]) -> None:
+        equal = [a == b for a, b in zip(lower, upper, strict=True) if a is not None and b is not None]
+        self.probed.observe(sum(equal), len(equal))
+        self.acceptance.observe(sum(equal), len(equal))
+        for a, b in zip(lower, upper, strict=True):
+            self.drafts.observe(int(a is not None and a == b), 1)
+
+    def observe_check(self, num_checked: int, num_accepted: int, num_asked: int) -> None:
+        self.acceptance.observe_check(num_checked, num_accepted)
+        if num_asked:
+            self.drafts.observe(num_accepted, num_asked)
 
 
 class RouterTable:
@@ -131,11 +178,14 @@ class RouterTable:
 
     def observe_draft(self, model: str, num_asked: int, num_drafted: int) -> None:
         """A draft that ended early had one more position at which it did not go on."""
-        self._models[model].drafts.add(num_drafted, min(num_asked, num_drafted + 1))
+        self._models[model].drafts.observe(num_drafted, num_asked)
 
-    def observe_check(self, lower: str, upper: str, num_checked: int, num_accepted: int) -> None:
-        """`upper` checked `num_checked` tokens that `lower` sampled and accepted the first `num_accepted`."""
-        self._pairs[lower, upper].acceptance.observe_check(num_checked, num_accepted)
+    def observe_check(self, lower: str, upper: str, num_checked: int, num_accepted: int, num_asked: int = 0) -> None:
+        """`upper` checked `num_checked` tokens that `lower` sampled and accepted the first `num_accepted`.
+
+        `num_asked`: where the tokens are one draft, how many it was asked for.
+        """
+        self._pairs[lower, upper].observe_check(num_checked, num_accepted, num_asked)
 
     def observe_probe(self, samples: Mapping[str, Sequence[int | None]]) -> None:
         """Samples of several models at the same committed positions: a trial for each pair and position both guessed
@@ -144,12 +194,12 @@ class RouterTable:
         The target's samples are the committed tokens. Pairs that rounds check as well count both: they are the same
         trials.
         """
+        for name, own in samples.items():
+            for sample in own:
+                self._models[name].drafts.observe(int(sample is not None), 1)
         for (lower, upper), pair in self._pairs.items():
             if lower in samples and upper in samples:
-                both = zip(samples[lower], samples[upper], strict=True)
-                equal = [a == b for a, b in both if a is not None and b is not None]
-                pair.probed.observe(sum(equal), len(equal))
-                pair.acceptance.observe(sum(equal), len(equal))
+                pair.observe_probe(samples[lower], samples[upper])
 
     def remove_replica(self, model: str, replica_id: str) -> None:
         self._models[model].hops_ms.pop(replica_id, None)

@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -72,17 +73,22 @@ class Job:
     prompts: list[list[int]]
 
 
-def read_jobs(path: Path, tokenizer: HubTokenizer, per_category: int, at_once: int) -> list[Job]:
-    """The first of each category by question id, as the chat template writes them; mixed where several are at once."""
+def read_prompts(path: Path, tokenizer: HubTokenizer) -> dict[str, list[list[int]]]:
+    """By category and in order of question ids, as the chat template writes them; the long ones left out."""
     found: dict[str, list[list[int]]] = defaultdict(list)
-    rows = sorted((json.loads(line) for line in path.read_text().splitlines()), key=lambda row: row["question_id"])
-    for row in rows:
-        text, prompts = row["turns"][0], found[row["category"]]
-        if len(text) < MOST_CHARACTERS and len(prompts) < per_category:
-            prompts.append(tokenizer.render_chat([{"role": "user", "content": text}]))
+    for row in sorted((json.loads(line) for line in path.read_text().splitlines()), key=lambda row: row["question_id"]):
+        text = row["turns"][0]
+        if len(text) < MOST_CHARACTERS:
+            found[row["category"]].append(tokenizer.render_chat([{"role": "user", "content": text}]))
+    return found
+
+
+def make_jobs(prompts: Mapping[str, list[list[int]]], which: slice, at_once: int) -> list[Job]:
+    """`which` prompts of each category; mixed where several are at once."""
+    chosen = {category: prompts[category][which] for category in CATEGORIES}
     if at_once == 1:
-        return [Job(category, [prompt]) for category in CATEGORIES for prompt in found[category]]
-    mixed = [found[category][i] for i in range(per_category) for category in CATEGORIES]
+        return [Job(category, [prompt]) for category, found in chosen.items() for prompt in found]
+    mixed = [prompt for of_all in zip(*chosen.values(), strict=True) for prompt in of_all]
     return [Job("mixed", mixed[first : first + at_once]) for first in range(0, len(mixed), at_once)]
 
 
@@ -120,24 +126,34 @@ Seconds = npt.NDArray[np.float64]
 """[repeats, jobs]."""
 
 
-def measure(engines: Mapping[str, Engine], jobs: Sequence[Job], count: int, repeats: int) -> "Iterator[Times]":
-    """Of each engine, yielded after each repeat; a first round of short answers is left out."""
-
-    def answer(engine: Engine, job: Job) -> float:
-        settle()
-        return engine.answer(job.prompts, count)
-
-    for job in jobs[:: max(1, len(jobs) // 3)]:
-        for engine in engines.values():
-            engine.answer(job.prompts, 8)
-    times: Times = {name: np.empty((0, len(jobs))) for name in engines}
-    for _ in range(repeats):
-        rows = np.array([[answer(engine, job) for engine in engines.values()] for job in jobs])
-        times = {name: np.vstack([times[name], rows[:, index]]) for index, name in enumerate(engines)}
-        yield times
-
-
 Times = dict[str, Seconds]
+
+
+def measure(names: Sequence[str], others: Sequence[Job], jobs: Sequence[Job], count: int) -> Iterator[Times]:
+    """Of each engine, yielded after each repeat, without end.
+
+    SpecRelay starts afresh for each repeat and then serves `others`: its drafters and its table have seen traffic, but
+    none of the texts that are measured.
+    """
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        peers = dict(start_peers([name for name in names if name in PEERS], stack))
+        for engine in peers.values():
+            engine.answer(others[0].prompts, count)
+        times: Times = {}
+        while True:
+            with ExitStack() as apps:
+                served = dict(start_apps([name for name in names if name in SERVED], Path(folder), apps))
+                for job, engine in product(others, served.values()):
+                    engine.answer(job.prompts, count)
+                rows = [{name: answer(engine, job, count) for name, engine in (peers | served).items()} for job in jobs]
+            new = {name: np.array([[row[name] for row in rows]]) for name in rows[0]}
+            times = {name: np.vstack([times[name], row]) if name in times else row for name, row in new.items()}
+            yield times
+
+
+def answer(engine: Engine, job: Job, count: int) -> float:
+    settle()
+    return engine.answer(job.prompts, count)
 
 
 def ratio(seconds: Seconds, base: Seconds) -> tuple[float, float]:
@@ -182,15 +198,14 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is stopped
     print(f"machine: {len(os.sched_getaffinity(0))} CPUs, load {os.getloadavg()[0]:.1f}")
     tokenizer = HubTokenizer(prepare(SOURCE, None))
-    jobs = read_jobs(arguments.prompts, tokenizer, arguments.per_category, arguments.at_once)
+    prompts, per_category = read_prompts(arguments.prompts, tokenizer), arguments.per_category
+    jobs = make_jobs(prompts, slice(per_category), arguments.at_once)
+    others = make_jobs(prompts, slice(per_category, 2 * per_category), arguments.at_once)
     lengths = [len(prompt) for job in jobs for prompt in job.prompts]
     print(f"prompts: {len(lengths)}, of {min(lengths)} to {max(lengths)} tokens, {arguments.at_once} at once")
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        engines = dict(start_peers([n for n in arguments.engines if n in PEERS], stack))
-        engines |= dict(start_apps([n for n in arguments.engines if n in SERVED], Path(folder), stack))
-        base = arguments.base if arguments.base in engines else next(iter(engines))
-        for times in measure(engines, jobs, arguments.tokens, arguments.repeats):
-            print_table(times, jobs, arguments.tokens, base)
+    for times in islice(measure(arguments.engines, others, jobs, arguments.tokens), arguments.repeats):
+        base = arguments.base if arguments.base in times else next(iter(times))
+        print_table(times, jobs, arguments.tokens, base)
 
 
 if __name__ == "__main__":

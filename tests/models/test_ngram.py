@@ -1,47 +1,18 @@
-"""The n-gram model against a search from the definition, through appends, rollbacks and reuse of a block."""
+"""The n-gram model through appends, rollbacks, checks of its drafts and reuse of a block."""
 
 import random
-import time
 
 from kvstate.protocol import Sampling
 from models.backend import Slice
-from models.ngram import BigramMemory, NgramBackend, SuffixIndex
+from models.ngram import NgramBackend
 
 
-def longest_suffix(tokens: list[int], max_order: int) -> int | None:
-    for order in range(min(max_order, len(tokens) - 1), 1, -1):
-        suffix = tokens[-order:]
-        for end in range(len(tokens) - 1, order - 1, -1):
-            if tokens[end - order : end] == suffix:
-                return tokens[end]
-    return None
-
-
-def slice_of(tokens: list[int], start: int, sample_from: int, block: int = 0) -> Slice:
-    return Slice(tokens, start, len(tokens), sample_from, 1, [block], Sampling())
+def slice_of(tokens: list[int], start: int, sample_from: int, block: int = 0, stop_below: float = 0.0) -> Slice:
+    return Slice(tokens, start, len(tokens), sample_from, 1, [block], Sampling(), None, stop_below)
 
 
 def make(**options: int) -> NgramBackend:
     return NgramBackend("bytes+eos", frozenset({256}), context_len=4096, **options)
-
-
-def test_matches_the_definition_through_random_appends_and_rollbacks() -> None:
-    rng = random.Random(3)
-    index, found = SuffixIndex(), 0
-    tokens: list[int] = []
-    for _ in range(3000):
-        if tokens and rng.random() < 0.2:
-            keep = rng.randrange(max(0, len(tokens) - 9), len(tokens))
-            del tokens[keep:]
-            index.truncate(keep)
-        if len(tokens) > 120:
-            tokens = []
-            index.truncate(0)
-        tokens.append(rng.randrange(6))
-        index.append(tokens[-1])
-        assert index.next_token(8) == longest_suffix(tokens, 8)
-        found += index.next_token(8) is not None
-    assert found > 1000
 
 
 def test_drafts_what_followed_before() -> None:
@@ -91,29 +62,78 @@ def test_checked_rows_all_get_samples() -> None:
     assert samples == [3, 1, 2]
 
 
-def test_bigram_memory_is_bounded_and_follows_the_majority() -> None:
-    memory = BigramMemory(most_entries=3)
-    for token in range(5):
-        memory.learn(token, token + 1)
-    assert [memory.next_token(token) for token in range(5)] == [None, None, 3, 4, 5]
-    for follower in (7, 7, 8, 7):
-        memory.learn(4, follower)
-    assert memory.next_token(4) == 7
+class Text:
+    """One sequence as an engine drives it: drafts, checked against a text that is known in advance."""
+
+    def __init__(self, model: NgramBackend, prompt: list[int], continuation: list[int], block: int = 0) -> None:
+        self.model, self.tokens, self.rest, self.block = model, list(prompt), list(continuation), block
+        self.computed = 0
+
+    def round(self, count: int, stop_below: float) -> tuple[list[int], int]:
+        """The draft and how many of its tokens were right; the text goes on behind them by one token of its own."""
+        drafted: list[int] = []
+        while len(drafted) < count:
+            tokens = self.tokens + drafted
+            (samples,) = self.model.forward([slice_of(tokens, self.computed, len(tokens) - 1, self.block, stop_below)])
+            self.computed = len(tokens)
+            if samples[0] is None:
+                break
+            drafted.append(samples[0])
+        right = next((i for i, token in enumerate(drafted) if token != self.rest[i]), len(drafted))
+        self.tokens += self.rest[: right + 1]
+        del self.rest[: right + 1]
+        self.computed = min(self.computed, len(self.tokens) - 1)
+        return drafted, right
 
 
-def test_drafting_sixteen_tokens_of_a_long_repetitive_text_is_cheap() -> None:
+def test_drafts_are_long_where_guesses_were_right_and_short_where_they_were_wrong() -> None:
+    phrase = list(range(20))
+    steady = Text(make(), phrase * 2, phrase * 10)
+    assert [len(steady.round(12, 0.2)[0]) for _ in range(8)][-1] == 12
     rng = random.Random(1)
-    tokens = [rng.choice(b"etao ") for _ in range(4000)]
+    erratic = Text(make(), phrase, [rng.choice(phrase) for _ in range(400)])
+    lengths = [len(erratic.round(12, 0.2)[0]) for _ in range(300)]
+    assert sum(lengths[150:]) < 15
+    assert sum(lengths[:20]) > 5
+
+
+def test_without_a_limit_every_guess_is_drafted() -> None:
+    rng = random.Random(1)
+    phrase = list(range(20))
+    text = Text(make(), phrase * 2, [rng.choice(phrase) for _ in range(200)])
+    assert {len(text.round(4, 0.0)[0]) for _ in range(100)} == {4}
+
+
+def test_withheld_guesses_are_judged_too() -> None:
+    """Else a kind of guess that was wrong a few times would never be drafted again."""
+    rng, model = random.Random(1), make()
+    phrase = list(range(20))
+    erratic = Text(model, phrase, [rng.choice(phrase) for _ in range(400)])
+    for _ in range(300):
+        erratic.round(12, 0.2)
+    steady = Text(model, phrase, phrase * 70, block=1)
+    lengths = [len(steady.round(12, 0.2)[0]) for _ in range(100)]
+    assert lengths[0] < 6
+    assert sum(lengths[-5:]) > 50
+
+
+def test_accepted_drafts_teach_and_rejected_ones_do_not() -> None:
     model = make()
-    model.forward([slice_of(tokens, 0, len(tokens))])
-    took = []
-    for _ in range(20):
-        drafted = list(tokens)
-        started = time.perf_counter()
-        for start in range(len(tokens), len(tokens) + 16):
-            drafted.append(rng.choice(b"etao "))
-            model.forward([slice_of(drafted, start, start)])
-        took.append(time.perf_counter() - started)
-        model.forward([slice_of(tokens, len(tokens) - 1, len(tokens) - 1)])
-    assert min(took) < 0.01
-    print(f"16 drafts over 4,000 tokens: {min(took) * 1e3:.2f} ms")
+    text = Text(model, [5, 6, 7, 5, 6], [7, 5, 6, 7, 9, 1, 2, 3, 4])
+    drafted, right = text.round(5, 0.0)
+    assert (drafted, right) == ([7, 5, 6, 7, 5], 4)
+    text.round(1, 0.0)
+    other = Text(model, [0, 6], [0] * 9, block=1)
+    assert other.round(1, 0.0)[0] == [7]
+    assert Text(model, [0, 7], [0] * 9, block=2).round(1, 0.0)[0] == [5]  # twice, against one 9
+
+
+def test_hotter_samples_have_rates_of_their_own() -> None:
+    model, phrase = make(), list(range(20))
+    text = Text(model, phrase * 2, phrase * 10)
+    for _ in range(8):
+        text.round(12, 0.2)
+    tokens = phrase * 2
+    hot = Slice(tokens, 0, 40, 39, 1, [1], Sampling(temperature=1.0), None, 0.5)
+    assert model.forward([hot]) == [[None]]
+    assert model.forward([slice_of(tokens, 0, 39, 2, 0.5)]) == [[0]]

@@ -3,6 +3,7 @@ probing.
 """
 
 import random
+import statistics
 
 import pytest
 
@@ -107,10 +108,50 @@ def test_probes_teach_pairs_that_never_ran_together() -> None:
 
 def test_drafts_that_end_early_lower_what_a_drafter_brings() -> None:
     table = table_of("a", "b")
-    assert table.snapshot().models["a"].draft_continues == 1.0
-    for _ in range(200):
+    assert table.snapshot().draft_continues("a", 2) == [1.0, 1.0]
+    for _ in range(1000):
         table.observe_draft("a", 4, 1)
-    assert table.snapshot().models["a"].draft_continues == pytest.approx(0.5)
+    first, *later = table.snapshot().draft_continues("a", 3)
+    assert first == pytest.approx(1.0)
+    assert later == pytest.approx([0.0, 0.0], abs=0.03)
+
+
+def test_drafts_that_are_right_in_runs_are_followed_position_by_position() -> None:
+    firsts = []
+    for seed in range(9):
+        table, rng = table_of("a", "b"), random.Random(seed)
+        for _ in range(1500):
+            accepted = 6 if rng.random() < 0.4 else 0
+            table.observe_check("a", "b", 6, accepted, num_asked=6)
+        first, *later = table.snapshot().draft_goes_on("a", "b", 9)
+        firsts.append(first)
+        assert later == pytest.approx([1.0] * 8, abs=0.1)
+    assert statistics.median(firsts) == pytest.approx(0.4, abs=0.04)
+
+
+def test_a_draft_that_went_unfinished_did_not_go_on() -> None:
+    """Three of six tokens drafted, all accepted: the fourth was neither."""
+    table = table_of("a", "b")
+    for _ in range(1000):
+        table.observe_draft("a", 6, 3)
+        table.observe_check("a", "b", 3, 3, num_asked=6)
+    assert table.snapshot().draft_goes_on("a", "b", 5) == pytest.approx([1.0, 1.0, 1.0, 0.0, 0.0], abs=0.03)
+    assert table.snapshot().acceptance("a", "b") > 0.98
+
+
+def test_runs_are_learned_anew_after_a_change() -> None:
+    table = table_of("a", "b")
+    for accepted in (4, 0):
+        for _ in range(100):
+            table.observe_check("a", "b", 4, accepted, num_asked=4)
+    assert table.snapshot().draft_goes_on("a", "b", 1)[0] < 0.1
+
+
+def test_probes_tell_how_a_draft_begins() -> None:
+    table = table_of("a", "b")
+    table.observe_probe({"a": [None, 1, 2, None] * 100, "b": [1, 1, 1, 1] * 100})
+    assert table.snapshot().draft_continues("a", 1) == pytest.approx([0.5], abs=0.03)
+    assert table.snapshot().draft_goes_on("a", "b", 1) == pytest.approx([0.25], abs=0.03)
 
 
 def test_a_model_profiled_again_keeps_what_was_learned() -> None:
