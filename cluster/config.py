@@ -104,6 +104,7 @@ class TransformersModel(Model):
     layers: Count | None = None
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     threads: Count | None = None
+    prompt_tokens: Count | None = None
     compile: Literal["auto", "on", "off"] = "auto"
 
     @field_validator("compile", mode="before")

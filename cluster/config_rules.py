@@ -93,6 +93,8 @@ def _check_target(config: "AppConfig") -> None:
     target = config.target
     if target.kind == "ngram":
         raise ConfigError(f"{path}.kind", "the target, last in the list, cannot be an ngram")
+    if getattr(target, "prompt_tokens", None) is not None:
+        raise ConfigError(f"{path}.prompt_tokens", "only for drafters: the target reads the whole prompt")
     if target.kind == "emulated" and not target.emulate.always_agrees:
         raise ConfigError(f"{path}.emulate.agreement", "the target's agreement must be 1.0")
 

@@ -57,7 +57,13 @@ class ModelReplica:
         """
         try:
             backend = build_backend(config, self._model.name, on_own_thread=True)
-            engine = Engine(backend, self._deliver, lease_s=config.kv.lease_s, prefix_cache=config.kv.prefix_cache)
+            engine = Engine(
+                backend,
+                self._deliver,
+                lease_s=config.kv.lease_s,
+                prefix_cache=config.kv.prefix_cache,
+                prompt_tokens=getattr(self._model, "prompt_tokens", None),
+            )
             ready.set_result((backend, engine, engine.profile()))
         except BaseException as error:
             ready.set_exception(error)

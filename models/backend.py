@@ -26,8 +26,10 @@ class Slice:
     tokens       all token ids of the sequence known so far, at least `end` of them; must not be changed or kept
     sample_from  rows at positions `sample_from` … `end` − 1 give samples; `end` itself when none does
     prompt_len   how many of the tokens are the prompt
-    block_ids    KV blocks of the sequence, enough for `end` positions; position p lives in block_ids[p // block_tokens]
+    block_ids    KV blocks of the sequence, enough for `end` − `first` positions; position p lives in
+                 block_ids[(p − first) // block_tokens]
     logprobs     filled by the forward, where somebody wants them
+    first        the model reads the sequence from this position on, as if it began there
     stop_below   a backend that knows how likely its samples are the target's gives None once all drafted so far are
                  right together with a smaller probability
     """
@@ -41,6 +43,7 @@ class Slice:
     sampling: Sampling
     logprobs: LogprobSink | None = None
     stop_below: float = 0.0
+    first: int = 0
 
 
 class Backend(Protocol):

@@ -174,12 +174,13 @@ class EmulatedBackend:
 
     def _run(self, slice_: Slice) -> list[int | None]:
         tokens, start, block_tokens, kv = slice_.tokens, slice_.start, self.block_tokens, self._kv
-        prefix_hash = kv[self._address(slice_.block_ids, start - 1)] if start > 0 else ROOT
+        prefix_hash = self._prefix_hash(slice_)
         agreement = self._agreement.of(tokens, slice_.prompt_len)
         samples: list[int | None] = []
         for position in range(start, slice_.end):
             prefix_hash = mix(prefix_hash, tokens[position])
-            kv[slice_.block_ids[position // block_tokens] * block_tokens + position % block_tokens] = prefix_hash
+            place = position - slice_.first
+            kv[slice_.block_ids[place // block_tokens] * block_tokens + place % block_tokens] = prefix_hash
             if position >= slice_.sample_from:
                 index = position + 1 - slice_.prompt_len
                 may_end = not slice_.sampling.forbids(EOS, index)
@@ -189,8 +190,17 @@ class EmulatedBackend:
                     slice_.logprobs.rows.append(Logprobs(0.0, ((token, 0.0),)[: slice_.logprobs.num_top]))
         return samples
 
-    def _address(self, block_ids: Sequence[int], position: int) -> int:
-        return block_ids[position // self.block_tokens] * self.block_tokens + position % self.block_tokens
+    def _prefix_hash(self, slice_: Slice) -> int:
+        """Of the tokens before `start`; those before `first` were never computed."""
+        place = slice_.start - slice_.first - 1
+        if place >= 0:
+            return self._kv[
+                slice_.block_ids[place // self.block_tokens] * self.block_tokens + place % self.block_tokens
+            ]
+        prefix_hash = ROOT
+        for token in slice_.tokens[: slice_.first]:
+            prefix_hash = mix(prefix_hash, token)
+        return prefix_hash
 
     def _sample(self, prefix_hash: int, output_index: int | None, agreement: float) -> int:
         """`output_index` is None where the text may not end."""

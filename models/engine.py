@@ -48,12 +48,14 @@ Deliver = Callable[[Sequence[tuple[Sender, Message]]], None]
 class Holding:
     """One sequence on this replica; `heard_s` is when a message last named it.
 
+    first        where the model reads the sequence from: behind the beginning of a prompt that is long for a drafter
     prompt_keys  of the prompt's blocks in the prefix cache. Its last token is left out: every sequence computes one row
                  at least, and no step samples at an earlier one, so nobody writes into a shared block.
     """
 
     state: SequenceState
     heard_s: float
+    first: int = 0
     prompt_keys: Sequence[bytes] = ()
     published: bool = False
 
@@ -81,8 +83,17 @@ class UnknownMessage(Exception):
     """No engine serves messages of this type."""
 
 
+class UnreadPosition(InvariantError):
+    """A step asks for a sample within the part of a prompt that this drafter does not read."""
+
+
 class Engine:
-    """Serves the sequences of one replica over one backend."""
+    """Serves the sequences of one replica over one backend.
+
+    max_rows       of one forward
+    lease_s        how long a sequence that no message names is held
+    prompt_tokens  how much of a prompt's end the model reads; all of it where None
+    """
 
     def __init__(
         self,
@@ -92,6 +103,7 @@ class Engine:
         max_rows: int = 256,
         lease_s: float = 30.0,
         prefix_cache: bool = True,
+        prompt_tokens: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._backend = backend
@@ -99,6 +111,7 @@ class Engine:
         self._max_rows = max_rows
         self._lease_s = lease_s
         self._prefix_cache = prefix_cache
+        self._prompt_tokens = prompt_tokens
         self._clock = clock
         self._inbox: deque[tuple[Sender, Message, float]] = deque()
         self._controls: deque[Callable[[], None]] = deque()
@@ -212,12 +225,16 @@ class Engine:
         assert isinstance(message, Open)
         holding = self._holdings.get(message.seq)
         if holding is None:
-            prompt = message.tokens[: message.prompt_len - 1]
-            keys = prefix_keys(prompt, self._blocks.block_tokens) if self._prefix_cache else ()
-            holding = Holding(SequenceState(message.seq), self._clock(), keys)
+            prompt, first = message.tokens[: message.prompt_len - 1], self._first_read(message.prompt_len)
+            shares = self._prefix_cache and first == 0
+            keys = prefix_keys(prompt, self._blocks.block_tokens) if shares else ()
+            holding = Holding(SequenceState(message.seq), self._clock(), first, keys)
             self._holdings[message.seq] = holding
         holding.heard_s = self._clock()
         self._replies.append((sender, apply_open(holding.state, message)))
+
+    def _first_read(self, prompt_len: int) -> int:
+        return max(0, prompt_len - self._prompt_tokens) if self._prompt_tokens is not None else 0
 
     def _on_commit(self, sender: Sender, message: Message) -> None:
         assert isinstance(message, Commit)
@@ -253,17 +270,22 @@ class Engine:
                 self.stats.stale_messages += 1
             case Ready(rolled_back):
                 self._rolled_back(holding.state, rolled_back)
-                self._adopt_prefix(holding)
-                self._add_task(sender, message, holding.state)
+                self._begin(holding)
+                self._add_task(sender, message, holding)
 
-    def _add_task(self, sender: Sender, step: Step, state: SequenceState) -> None:
+    def _add_task(self, sender: Sender, step: Step, holding: Holding) -> None:
+        state = holding.state
+        task = start_task(sender, step, state, self._clock())
+        if task.next_sample < holding.first:
+            raise UnreadPosition(state.seq, task.next_sample, holding.first)
         if not isinstance(step, Probe):  # the router no longer waits for an older step of this sequence
             self._tasks = [t for t in self._tasks if t.state is not state or isinstance(t.step, Probe)]
-        self._tasks.append(start_task(sender, step, state, self._clock()))
+        self._tasks.append(task)
 
-    def _adopt_prefix(self, holding: Holding) -> None:
-        """Begin with what the prefix cache has of the prompt."""
+    def _begin(self, holding: Holding) -> None:
+        """Where the model reads from, or with what the prefix cache has of the prompt."""
         state = holding.state
+        state.kv_len = max(state.kv_len, holding.first)
         if state.kv_len == 0 and holding.prompt_keys and not self._blocks.blocks(state.seq):
             state.kv_len = self._blocks.adopt(state.seq, holding.prompt_keys) * self._blocks.block_tokens
             self.stats.cached_tokens += state.kv_len
@@ -277,7 +299,7 @@ class Engine:
     def _publish_text(self, seq: int) -> None:
         """All committed blocks of a sequence that ends well: a conversation may go on with them."""
         holding = self._holdings.get(seq)
-        if self._prefix_cache and holding is not None and self._blocks.blocks(seq):
+        if self._prefix_cache and holding is not None and holding.first == 0 and self._blocks.blocks(seq):
             state = holding.state
             known = state.tokens[: min(state.kv_len, state.committed_len)]
             self._blocks.publish(seq, prefix_keys(known, self._blocks.block_tokens))
@@ -304,7 +326,7 @@ class Engine:
     def _rolled_back(self, state: SequenceState, num_rows: int) -> None:
         if num_rows > 0:
             self.stats.rolled_back_tokens += num_rows
-            self._blocks.truncate(state.seq, state.kv_len)
+            self._blocks.truncate(state.seq, max(0, state.kv_len - self._holdings[state.seq].first))
 
     def _drop_overtaken(self, state: SequenceState) -> None:
         """Commits that came past a task changed or already cover what it works on: nobody waits for it any more."""
@@ -320,7 +342,7 @@ class Engine:
             end = min(task.rows_end, task.start + budget)
             if budget == 0 or seq in sequences:
                 continue
-            if not self._make_room(seq, end, sequences):
+            if not self._make_room(seq, end - self._holdings[seq].first, sequences):
                 if not sequences:
                     self._give_up(task)
                 continue
@@ -330,11 +352,11 @@ class Engine:
         return chosen
 
     def _slice(self, task: Task, end: int) -> Slice:
-        state = task.state
+        state, first = task.state, self._holdings[task.state.seq].first
         assert state.sampling is not None, "a step is served only for a sequence that was opened"
         span, blocks = (task.start, end, min(end, task.next_sample)), self._blocks.blocks(state.seq)
         stop_below = 0.0 if isinstance(task.step, Check) else task.step.stop_below
-        return Slice(state.tokens, *span, state.prompt_len, blocks, state.sampling, task.logprobs, stop_below)
+        return Slice(state.tokens, *span, state.prompt_len, blocks, state.sampling, task.logprobs, stop_below, first)
 
     def _make_room(self, seq: int, num_tokens: int, in_batch: set[int]) -> bool:
         """Blocks for `num_tokens` positions, taken from sequences outside the batch if need be.
@@ -342,7 +364,7 @@ class Engine:
         False: wait until those in the batch are done; with none in it, the replica is too small for this sequence.
         """
         while not self._blocks.extend(seq, num_tokens):
-            others = (h for s, h in self._holdings.items() if s != seq and s not in in_batch and h.state.kv_len)
+            others = (h for s, h in self._holdings.items() if s != seq and s not in in_batch and self._blocks.blocks(s))
             victim = min(others, key=lambda h: h.heard_s, default=None)
             if victim is None:
                 return False
@@ -353,6 +375,7 @@ class Engine:
         """On the engine's thread: give up the KV of a sequence that is in no batch; its next step computes it again."""
         state = self._holdings[seq].state
         self._rolled_back(state, evict(state))
+        state.kv_len = self._holdings[seq].first
         self._dropped.append(seq)
         self.stats.evicted_sequences += 1
 

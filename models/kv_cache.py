@@ -37,11 +37,11 @@ class Pack:
 
 
 def pack_rows(slices: Sequence[Slice]) -> Pack:
-    """Lay out the rows of all slices one after another."""
+    """Lay out the rows of all slices one after another; positions count from where the model reads a sequence."""
     tables = np.zeros((len(slices), max(len(s.block_ids) for s in slices)), np.int64)
     for table, s in zip(tables, slices, strict=True):
         table[: len(s.block_ids)] = s.block_ids
-    positions = np.concatenate([np.arange(s.start, s.end, dtype=np.int64) for s in slices])
+    positions = np.concatenate([np.arange(s.start - s.first, s.end - s.first, dtype=np.int64) for s in slices])
     firsts = np.cumsum([0, *(s.end - s.start for s in slices)], dtype=np.int64)
     return Pack(positions, firsts, tables)
 

@@ -38,6 +38,10 @@ A target that is only silent is waited for until the request's deadline: it may 
 and there is nothing to go on without it. A stream that breaks, as it does when heartbeats are missed, ends every wait.
 """
 
+MOST_BEHIND = 32
+CATCH_UP = "catch_up"
+"""The kind of a step that computes more rows than rounds ever leave behind: a prefill, or a level that joins again."""
+
 
 class Observer(Protocol):
     """What the table learns from a round."""
@@ -214,8 +218,10 @@ class RoundDriver:
         attempts = 0
         while attempts < ATTEMPTS:
             self._open(holder)
-            sent_s = self._clock()
-            reply = await self._calls.call(holder.replica_id, make(holder), self._step_timeout_s)
+            sent_s, step = self._clock(), make(holder)
+            if step.from_len + len(step.tokens) - holder.kv_len > MOST_BEHIND:
+                kind = CATCH_UP
+            reply = await self._calls.call(holder.replica_id, step, self._step_timeout_s)
             match reply:
                 case None:
                     holder.opened = False
@@ -224,7 +230,7 @@ class RoundDriver:
                     holder.acked_len, holder.opened = from_len, not unknown
                     attempts += 1
                 case Drafted() | Verdict() | Probed():
-                    holder.acked_len = reply.committed_len
+                    holder.acked_len, holder.kv_len = reply.committed_len, reply.kv_len
                     self._observer.timing(holder, kind, reply.timing, self._clock() - sent_s)
                     return reply
         raise ReplicaLost(holder.replica_id)

@@ -66,6 +66,10 @@ class LatencyFit:
         self._solution = None
         self.count += 1
 
+    def predict_ms(self, timing: Timing) -> float:
+        """Of all the batches of a message."""
+        return self._predict([float(timing.batches), float(timing.rows), float(timing.sequences)])
+
     def _clipped(self, features: list[float], cost_ms: float) -> float:
         """Limit how far one batch can pull; a lasting change moves the prediction itself."""
         predicted_ms = self._predict(features)

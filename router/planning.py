@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from kvstate.protocol import Profile, Speculation, Timing
+from router.driver import CATCH_UP
 from router.own_rates import OwnRates, Shifts, shifted
 from router.planner import Plan, Planner, keep_or_change
 from router.probing import ProbeBudget, ProbePlan, choose_probe
@@ -103,7 +104,11 @@ class Planning:
     # ----------------------------------------------------------------------------------------------------- observing
 
     def timing(self, holder: Holder, kind: str, timing: Timing, round_trip_s: float) -> None:
-        self.table.observe_timing(holder.model, holder.replica_id, timing, round_trip_s)
+        """What a round's steps cost is learned from steps like them: a prefill's rows and queue are not."""
+        if kind == "probe":
+            self.table.observe_probe_timing(holder.model, holder.replica_id, timing, round_trip_s)
+        elif kind != CATCH_UP:
+            self.table.observe_timing(holder.model, holder.replica_id, timing, round_trip_s)
         self._stats.add_step(holder.model, kind, timing)
 
     def drafted(self, model: str, num_asked: int, num_drafted: int) -> None:

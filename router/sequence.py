@@ -11,11 +11,15 @@ from kvstate.protocol import FinishReason, Key, Sampling
 
 @dataclass(slots=True)
 class Holder:
-    """A replica with this sequence; messages to it carry the tokens from `acked_len` on."""
+    """A replica with this sequence; messages to it carry the tokens from `acked_len` on.
+
+    `kv_len`: the rows it had computed by its last reply.
+    """
 
     model: str
     replica_id: str
     acked_len: int = 0
+    kv_len: int = 0
     opened: bool = False
 
 

@@ -14,6 +14,8 @@ from kvstate.protocol import Profile, Timing
 from router.acceptance import PRIOR_ACCEPTANCE, Acceptance, PositionRates
 from router.latency import Ewma, LatencyFit
 
+MUCH_FASTER = 0.8
+
 
 @dataclass(frozen=True, slots=True)
 class ModelCost:
@@ -91,6 +93,10 @@ class TableSnapshot:
             return extended(pair.goes_on, window)
         acceptance = self.acceptance(drafter, checker)
         return [acceptance * continues for continues in self.draft_continues(drafter, window)]
+
+
+def _hop_ms(timing: Timing, round_trip_s: float) -> float:
+    return max(0.0, (round_trip_s - timing.busy_s - timing.queue_s) * 1e3)
 
 
 def extended(rates: Sequence[float], length: int) -> list[float]:
@@ -173,8 +179,22 @@ class RouterTable:
         entry.sharing.add(timing.sequences / timing.batches)
         entry.queue_ms.add(timing.queue_s * 1e3)
         hop = entry.hops_ms.setdefault(replica_id, Ewma())
-        hop_ms = max(0.0, (round_trip_s - timing.busy_s - timing.queue_s) * 1e3)
+        hop_ms = _hop_ms(timing, round_trip_s)
         hop.add(hop_ms if hop.count < 5 else min(hop_ms, 3.0 * hop.value + 0.5))
+
+    def observe_probe_timing(self, model: str, replica_id: str, timing: Timing, round_trip_s: float) -> None:
+        """A probe runs beside a round and may share processors with it, as no step of a chain does: it can show that a
+        model is faster than was known, never that it is slower.
+        """
+        if timing.batches <= 0:
+            return
+        entry = self._models[model]
+        if timing.busy_s * 1e3 < MUCH_FASTER * entry.fit.predict_ms(timing):
+            entry.fit.observe(timing)
+        hop = entry.hops_ms.setdefault(replica_id, Ewma())
+        hop_ms = _hop_ms(timing, round_trip_s)
+        if hop.count == 0 or hop_ms < hop.value:
+            hop.add(hop_ms)
 
     def observe_draft(self, model: str, num_asked: int, num_drafted: int) -> None:
         """A draft that ended early had one more position at which it did not go on."""

@@ -68,6 +68,7 @@ def test_defaults_are_those_of_the_contract() -> None:
         "resources": {"cpus": 0.0, "gpus": 0.0, "accelerator_type": None, "labels": {}},
         "device": "auto",
         "threads": None,
+        "prompt_tokens": None,
         "compile": "auto",
     }
 

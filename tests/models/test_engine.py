@@ -55,12 +55,20 @@ class Replica:
         num_blocks: int = 256,
         max_rows: int = 256,
         lease_s: float = 30.0,
+        prompt_tokens: int | None = None,
     ) -> None:
         spec = EmulateSpec(base_ms=0.0, agreement=agreement)
         backend = EmulatedBackend(name, rank, spec, num_blocks, block_tokens=4, sleep=lambda _: None)
         self.clock = Clock()
         self.delivered: list[tuple[object, Message]] = []
-        self.engine = Engine(backend, self.delivered.extend, max_rows=max_rows, lease_s=lease_s, clock=self.clock)
+        self.engine = Engine(
+            backend,
+            self.delivered.extend,
+            max_rows=max_rows,
+            lease_s=lease_s,
+            prompt_tokens=prompt_tokens,
+            clock=self.clock,
+        )
 
     def send(self, *messages: Message) -> list[Message]:
         """The replies to `messages`, once nothing is left to compute."""
@@ -506,3 +514,45 @@ def test_a_message_of_another_kind_is_the_senders_fault() -> None:
     replica = Replica()
     with pytest.raises(UnknownMessage, match="Finish"):
         replica.engine.submit("peer", [Finish(1)])
+
+
+def test_a_drafter_reads_only_the_end_of_a_long_prompt() -> None:
+    replica = Replica(name="drafter", rank=0, prompt_tokens=8)
+    blocks = replica.engine.report().free_blocks
+    replica.send(opening(), draft(1, 1, PROMPT, len(PROMPT), 0))
+    assert (replica.engine.stats.rows, replica.lengths(1)) == (8, (len(PROMPT), len(PROMPT)))
+    assert blocks - replica.engine.report().free_blocks == 2
+    drafted = replica.ask(Drafted, draft(1, 2, PROMPT, len(PROMPT), 3))
+    assert list(drafted.tokens) == target_text(PROMPT, 3)
+    assert replica.engine.stats.rows == 8 + 3  # the last row is computed again, for its sample
+
+
+def test_what_is_evicted_of_it_is_computed_again_from_there() -> None:
+    replica = Replica(name="drafter", rank=0, prompt_tokens=8)
+    replica.send(opening(), draft(1, 1, PROMPT, len(PROMPT), 0))
+    blocks = replica.engine.report().free_blocks
+    replica.engine.evict(1)
+    assert replica.engine.report().free_blocks == blocks + 2
+    assert list(replica.ask(Drafted, draft(1, 2, PROMPT, len(PROMPT), 3)).tokens) == target_text(PROMPT, 3)
+    assert replica.engine.stats.rows == 8 + 8 + 2
+
+
+def test_a_short_prompt_is_read_whole_and_shared() -> None:
+    replica = Replica(name="drafter", rank=0, prompt_tokens=len(PROMPT))
+    for seq in (1, 2):
+        replica.send(opening(seq), draft(seq, 1, PROMPT, len(PROMPT), 0))
+    assert replica.engine.stats.cached_tokens == (len(PROMPT) - 1) // 4 * 4
+
+
+def test_a_part_that_is_not_read_is_not_shared() -> None:
+    replica = Replica(name="drafter", rank=0, prompt_tokens=8)
+    for seq in (1, 2):
+        replica.send(opening(seq), draft(seq, 1, PROMPT, len(PROMPT), 0))
+    assert (replica.engine.stats.cached_tokens, replica.engine.stats.rows) == (0, 16)
+
+
+def test_samples_within_the_part_that_is_not_read_are_refused() -> None:
+    replica = Replica(name="drafter", rank=0, prompt_tokens=8)
+    replica.send(opening())
+    assert replica.send(check(1, 1, PROMPT[:-12], 0, PROMPT[-12:])) == []
+    assert replica.engine.report().dropped == (1,)

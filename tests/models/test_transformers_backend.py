@@ -146,6 +146,22 @@ def test_chunked_prefill_beside_a_check_equals_one_prefill(folder: Path, dtype: 
     assert backend.forward([rows(long, 13, len(long) - 1, 0, SEEDED)]) == [expected]
 
 
+@pytest.mark.parametrize("sampling", [Sampling(), SEEDED])
+def test_a_text_read_from_its_middle_is_a_text_that_begins_there(
+    folder: Path, dtype: torch.dtype, sampling: Sampling
+) -> None:
+    """But for the noise and the penalties, which count from its real beginning."""
+    text, first = [1, *range(30, 60)], 13
+    with torch.inference_mode():
+        logits = reference(folder)(input_ids=torch.tensor([text[first:]]), use_cache=False).logits[0, -2:]
+    ends = (len(text) - 1, len(text))
+    expected = sample(logits, [Row(end, sampling, text[:end], len(text)) for end in ends])
+    backend = load(folder, dtype=dtype)
+    parts = ((first, 20, 20), (20, len(text), len(text) - 2))
+    slices = [Slice(text, *part, len(text), BLOCKS[0], sampling, None, 0.0, first) for part in parts]
+    assert [backend.forward([s]) for s in slices] == [[[]], [expected]]
+
+
 @pytest.mark.parametrize("layers", [1, 2])
 def test_early_exit_equals_the_truncated_model(tmp_path: Path, layers: int) -> None:
     saved = save(tmp_path, FAMILIES["llama"]())

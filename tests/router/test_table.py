@@ -59,6 +59,18 @@ def test_a_model_three_times_slower_is_noticed_within_64_messages() -> None:
     assert table.snapshot().models["m"].batch_ms(1.0) > 22.0
 
 
+def test_a_probe_tells_of_a_faster_model_and_not_of_a_slower_one() -> None:
+    table = table_of("m")
+    for busy_s in (0.030, 0.004):
+        for _ in range(40):
+            table.observe_probe_timing("m", "r", Timing(1, 1, 1, busy_s, 0.5), busy_s + 0.503)
+        expected_ms = 10.0 if busy_s > 0.010 else 4.0
+        cost = table.snapshot().models["m"]
+        assert cost.batch_ms(1.0) == pytest.approx(expected_ms, rel=0.25)
+        assert cost.hop_ms == pytest.approx(3.0)
+        assert cost.queue_ms == 0.0
+
+
 def test_before_any_batch_the_profile_counts() -> None:
     cost = table_of("m").snapshot().models["m"]
     assert (cost.base_ms, cost.samples) == (10.0, 0)
