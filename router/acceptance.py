@@ -1,12 +1,13 @@
 """How often an upper level accepts a lower level's token, followed while it drifts.
 
 Units: positions. A check of n tokens that accepted k examined k + 1 of them (the mismatch is the last it looked at),
-or n when all were accepted. Each examined position is one trial; trials fade with a half-life of 600 positions, so at
-constant acceptance a the estimate's error is about sqrt(a (1 - a) / 1700).
+or n when all were accepted. Each examined position is one trial; trials fade with a half-life of 2,000 positions, so
+at constant acceptance a the estimate's error is about sqrt(a (1 - a) / 5800).
 
 A change is noticed by comparison: the last 320 trials are kept one by one, and when some most recent part of them is
 too unlike all that came before (likelihood ratio of two rates against one), what came before is dropped. A drop from
-.9 to .1 is followed within a dozen positions, from .85 to .72 within about 200.
+.9 to .1 is followed within a dozen positions, from .85 to .72 within about 200. Where requests differ among one
+another, unlike parts are no change: `Dispersion` measures by how much, and the comparison allows for it.
 """
 
 import math
@@ -16,10 +17,13 @@ from dataclasses import dataclass, field
 
 PRIOR_ACCEPTANCE = 0.5
 PRIOR_POSITIONS = 2.0
-HALF_LIFE_POSITIONS = 600.0
+HALF_LIFE_POSITIONS = 2000.0
 _RECENT_TRIALS = 320
 _TEST_EVERY_TRIALS = 8
 _POSITION_WEIGHT = 8.0
+_LEAST_POSITIONS = 8
+_MOST_DISPERSION = 20.0
+_LEAST_PRIOR_POSITIONS, _MOST_PRIOR_POSITIONS = 4.0, 200.0
 _LEAST_LOG_RATIO = 7.5
 """Measured: a false alarm per 7,000 positions at .3, none in 39,000 at .72; it costs accuracy for the next hundred."""
 
@@ -43,9 +47,10 @@ class FadingCount:
 
 @dataclass(slots=True)
 class Acceptance:
-    """One ordered pair. `samples` counts all positions ever examined."""
+    """One ordered pair. `samples` counts all positions ever examined; `dispersion` as in `Dispersion`."""
 
     samples: int = 0
+    dispersion: float = 1.0
     _all: FadingCount = field(default_factory=FadingCount)
     _recent: deque[tuple[int, int]] = field(default_factory=deque)
     _recent_trials: int = 0
@@ -80,7 +85,7 @@ class Acceptance:
     def _forget_before_change(self) -> None:
         """Split memory where the two parts differ most; keep only the newer one if they differ enough."""
         newer_successes = newer_trials = num_newer = 0
-        best_ratio, best_split, next_tested = _LEAST_LOG_RATIO, (0, 0, 0), 8.0
+        best_ratio, best_split, next_tested = _LEAST_LOG_RATIO * self.dispersion, (0, 0, 0), 8.0
         for successes, trials in reversed(self._recent):
             newer_successes, newer_trials, num_newer = newer_successes + successes, newer_trials + trials, num_newer + 1
             if newer_trials < next_tested:
@@ -117,12 +122,13 @@ class PositionRates:
 
     _positions: list[Acceptance] = field(default_factory=list)
 
-    def observe(self, num_tokens: int, most: int) -> None:
+    def observe(self, num_tokens: int, most: int, dispersion: float = 1.0) -> None:
         """One run ended after `num_tokens` of the `most` that were asked for."""
         examined = min(most, num_tokens + 1)
         while len(self._positions) < examined:
             self._positions.append(Acceptance())
         for j in range(examined):
+            self._positions[j].dispersion = dispersion
             self._positions[j].observe(int(j < num_tokens), 1)
 
     def rates(self, base: float) -> Iterator[float]:
@@ -130,6 +136,47 @@ class PositionRates:
         for position in self._positions:
             base = position.rate_from(base, _POSITION_WEIGHT)
             yield base
+
+
+@dataclass(slots=True)
+class Dispersion:
+    """How unlike one another requests are: the variance between their acceptances by what chance alone gives, ≥ 1.
+
+    From each request and the one before it, so that a change counts once; the mean over requests, of which the newest
+    counts a tenth or more, after a guess that counts as one.
+    """
+
+    _ratio: float = 3.0
+    _positions: float = 40.0
+    _requests: int = 1
+    _before: tuple[float, float] | None = None
+
+    def observe(self, num_positions: float, num_accepted: float) -> None:
+        """One whole request: its positions that were examined, and those accepted."""
+        if num_positions < _LEAST_POSITIONS:
+            return
+        before, self._before = self._before, (num_positions, num_accepted)
+        if before is None:
+            return
+        positions, accepted = num_positions + before[0], num_accepted + before[1]
+        rate = min(0.98, max(0.02, accepted / positions))
+        chance = rate * (1.0 - rate) * (1.0 / num_positions + 1.0 / before[0])
+        ratio = (num_accepted / num_positions - before[1] / before[0]) ** 2 / chance
+        self._requests += 1
+        share = max(0.1, 1.0 / self._requests)
+        self._ratio += share * (min(ratio, _MOST_DISPERSION) - self._ratio)
+        self._positions += share * (positions / 2.0 - self._positions)
+
+    @property
+    def ratio(self) -> float:
+        return max(1.0, self._ratio)
+
+    @property
+    def prior_positions(self) -> float:
+        """How many of a request's own positions the table's rate is worth as a guess of its rate."""
+        if self.ratio <= 1.0:
+            return _MOST_PRIOR_POSITIONS
+        return min(_MOST_PRIOR_POSITIONS, max(_LEAST_PRIOR_POSITIONS, self._positions / (self.ratio - 1.0)))
 
 
 def _log_likelihood(successes: float, trials: float) -> float:

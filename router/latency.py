@@ -13,7 +13,10 @@ from kvstate.protocol import Profile, Timing
 HALF_LIFE_MESSAGES = 64.0
 _FADE = 0.5 ** (1.0 / HALF_LIFE_MESSAGES)
 _PRIOR_WEIGHT = 0.1
-"""The prior counts as much as this fraction of a batch that measured each coefficient alone."""
+_LEAST_SHARE = 0.1
+"""The prior counts as this fraction of a batch that measured each coefficient alone, relative to the coefficient: what
+the data leave open is laid to the larger ones. One below the least share of a batch is held as one of that size.
+"""
 
 
 @dataclass(slots=True)
@@ -74,7 +77,7 @@ class LatencyFit:
         """Limit how far one batch can pull; a lasting change moves the prediction itself."""
         predicted_ms = self._predict(features)
         excess = (cost_ms - predicted_ms) / max(predicted_ms, 1e-6)
-        self._excess += 0.25 * (min(1.0, max(-1.0, excess)) - self._excess)
+        self._excess += 0.1 * (min(1.0, max(-1.0, excess)) - self._excess)
         if abs(self._excess) > 0.33:
             self._rescale(1.0 + self._excess)
             predicted_ms = self._predict(features)
@@ -95,10 +98,12 @@ class LatencyFit:
     def _solve(self) -> list[float]:
         """Least squares; a coefficient that comes out negative is held at zero and the others are solved again."""
         active = [0, 1, 2]
+        batch_ms = max(1e-6, sum(self._prior))
+        weights = [_PRIOR_WEIGHT / max(_LEAST_SHARE, prior / batch_ms) ** 2 for prior in self._prior]
         while True:
             values = _solve_linear(
-                [[self._gram[i][j] + (_PRIOR_WEIGHT if i == j else 0.0) for j in active] for i in active],
-                [self._moment[i] + _PRIOR_WEIGHT * self._prior[i] for i in active],
+                [[self._gram[i][j] + (weights[i] if i == j else 0.0) for j in active] for i in active],
+                [self._moment[i] + weights[i] * self._prior[i] for i in active],
             )
             negative = [i for i, value in zip(active, values, strict=True) if value < 0.0]
             if not negative:

@@ -1,11 +1,13 @@
 """How a request's own text differs from what the table says of all: some are drafted easily, some not at all. Pure.
 
 Per pair of levels, the acceptances that this request saw are held against those that the table expected of the same
-positions. The difference, in log-odds, shifts the table's rates for this request's plans. It fades with a half-life of
-34 rounds, seen or unseen, so that a chain given up is tried again; and it is rounded, so that requests share plans.
+positions. The difference, in log-odds, shifts the table's rates for this request's plans; where requests hardly differ,
+little of it is believed. It fades with a half-life of 34 rounds, seen or unseen, so that a chain given up is tried
+again; and it is rounded, so that requests share plans.
 """
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from router.table import TableSnapshot
@@ -15,27 +17,38 @@ Shifts = tuple[tuple[Pair, float], ...]
 """In log-odds, by pair, sorted; pairs that are as the table says are not named."""
 
 FADE = 0.98
-PRIOR_POSITIONS = 6.0
 STEP = 0.75
-MOST_SHIFT = 2.25
+MOST_SHIFT = 4.5
 _LEAST_RATE = 0.02
+_TELLING = 3.0
+_ALL_ALIKE = 100.0
 
 
 @dataclass(slots=True)
 class _Seen:
-    """Positions examined, those accepted, and how many of them the table expected to be."""
+    """Positions examined and accepted in all; `lately`, fading: those, and how many the table expected to be accepted.
 
+    `prior_positions` as in `PairEstimate`.
+    """
+
+    prior_positions: float = 0.0
     positions: float = 0.0
     accepted: float = 0.0
-    expected: float = 0.0
+    lately: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+
+    def add(self, positions: float, accepted: float, expected: float) -> None:
+        self.positions += positions
+        self.accepted += accepted
+        self.lately = [old + new for old, new in zip(self.lately, (positions, accepted, expected), strict=True)]
 
     def shift(self) -> float:
-        """Log-odds of the own rate over the expected one; the expected one counts as PRIOR_POSITIONS of one's own."""
-        if not self.positions:
+        """Log-odds of the own rate over the expected one."""
+        positions, accepted, expected = self.lately
+        if not positions:
             return 0.0
-        expected = self.expected / self.positions
-        own = (self.accepted + expected * PRIOR_POSITIONS) / (self.positions + PRIOR_POSITIONS)
-        return _log_odds(own) - _log_odds(expected)
+        rate = expected / positions
+        own = (accepted + rate * self.prior_positions) / (positions + self.prior_positions)
+        return _log_odds(own) - _log_odds(rate)
 
 
 @dataclass(slots=True)
@@ -45,21 +58,32 @@ class OwnRates:
     shifts: Shifts = ()
     _seen: dict[Pair, _Seen] = field(default_factory=dict)
 
-    def observe(self, pair: Pair, num_accepted: int, expected: list[float]) -> None:
+    def observe(self, pair: Pair, num_accepted: int, expected: Sequence[float], prior_positions: float) -> None:
         """`expected[j]`: the table's rate at position j, for all that were checked (or asked for, of one draft)."""
         examined = expected[: num_accepted + 1]
         seen = self._seen.setdefault(pair, _Seen())
-        seen.positions += len(examined)
-        seen.accepted += num_accepted
-        seen.expected += sum(examined)
+        seen.prior_positions = prior_positions
+        seen.add(len(examined), num_accepted, sum(examined))
+
+    def is_telling(self, pair: Pair) -> bool:
+        """Whether what this request shows still says something about others.
+
+        A request goes on with a pair for long because its own text suits it: were all of that counted, the pair would
+        seem as good for every new request.
+        """
+        seen = self._seen.get(pair)
+        return seen is None or seen.positions < _TELLING * seen.prior_positions or seen.prior_positions >= _ALL_ALIKE
 
     def end_round(self) -> None:
         for seen in self._seen.values():
-            seen.positions, seen.accepted, seen.expected = (
-                FADE * value for value in (seen.positions, seen.accepted, seen.expected)
-            )
+            seen.lately = [FADE * count for count in seen.lately]
         rounded = ((pair, STEP * round(seen.shift() / STEP)) for pair, seen in sorted(self._seen.items()))
         self.shifts = tuple((pair, max(-MOST_SHIFT, min(MOST_SHIFT, shift))) for pair, shift in rounded if shift)
+
+    def totals(self) -> Iterator[tuple[Pair, float, float]]:
+        """Pair, positions examined and accepted: over the whole request."""
+        for pair, seen in self._seen.items():
+            yield pair, seen.positions, seen.accepted
 
 
 def shifted(snapshot: TableSnapshot, shifts: Shifts) -> TableSnapshot:

@@ -74,8 +74,10 @@ class RequestObserver:
 
     def checked(self, lower: str, upper: str, num_checked: int, num_accepted: int, num_asked: int) -> None:
         expected = self.planning.expected(lower, upper, num_checked, num_asked)
-        self.own.observe((lower, upper), num_accepted, expected)
-        self.planning.checked(lower, upper, num_checked, num_accepted, num_asked)
+        self.own.observe((lower, upper), num_accepted, expected, self.planning.prior_positions(lower, upper))
+        if self.own.is_telling((lower, upper)):
+            self.planning.table.observe_check(lower, upper, num_checked, num_accepted, num_asked)
+        self.planning.count_check(lower, upper, num_accepted)
 
 
 class Planning:
@@ -115,8 +117,7 @@ class Planning:
         self.table.observe_draft(model, num_asked, num_drafted)
         self._stats.draft_tokens[model] += num_drafted
 
-    def checked(self, lower: str, upper: str, num_checked: int, num_accepted: int, num_asked: int) -> None:
-        self.table.observe_check(lower, upper, num_checked, num_accepted, num_asked)
+    def count_check(self, lower: str, upper: str, num_accepted: int) -> None:
         self._stats.add_check(lower, upper, num_accepted)
 
     def record_round(self, plan: Plan, seconds: float, num_tokens: int) -> None:
@@ -136,6 +137,14 @@ class Planning:
         if num_asked:
             return snapshot.draft_goes_on(lower, upper, num_asked)
         return [snapshot.acceptance(lower, upper)] * num_checked
+
+    def prior_positions(self, lower: str, upper: str) -> float:
+        return self.snapshot().pairs[lower, upper].prior_positions
+
+    def record_request(self, own: OwnRates) -> None:
+        """It ended: what it saw tells how unlike one another requests are."""
+        for pair, num_positions, num_accepted in own.totals():
+            self.table.observe_request(pair, num_positions, num_accepted)
 
     # ------------------------------------------------------------------------------------------------------ choosing
 

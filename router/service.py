@@ -290,6 +290,7 @@ class RouterCore:
         try:
             await self._rounds(request, driver)
         finally:
+            self.planning.record_request(request.own)
             for probe in request.probes:
                 probe.cancel()
 
@@ -366,9 +367,10 @@ class RouterCore:
         samples = {m: list(r.samples) for m, r in zip(probe.models, replies, strict=True) if r is not None}
         self.planning.record_probe(sum(reply.timing.busy_s for reply in replies if reply is not None))
         for model, sampled in samples.items():
-            [expected] = self.planning.expected(model, self._settings.target, 1, 1)
+            pair = (model, self._settings.target)
+            expected, prior_positions = self.planning.expected(*pair, 1, 1), self.planning.prior_positions(*pair)
             for sample, token in zip(sampled, committed, strict=True):
-                own.observe((model, self._settings.target), int(sample == token), [expected])
+                own.observe(pair, int(sample == token), expected, prior_positions)
         if samples:
             self.planning.table.observe_probe({**samples, self._settings.target: committed})
 

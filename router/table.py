@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvstate.protocol import Profile, Timing
-from router.acceptance import PRIOR_ACCEPTANCE, Acceptance, PositionRates
+from router.acceptance import PRIOR_ACCEPTANCE, Acceptance, Dispersion, PositionRates
 from router.latency import Ewma, LatencyFit
 
 MUCH_FASTER = 0.8
@@ -62,7 +62,8 @@ class PairEstimate:
     """`acceptance`: share of lower tokens that equal the upper's samples; `divergence`: 1 − agreement on probes.
 
     `goes_on[j]`: of a draft checked at once, the probability that after j accepted tokens one more was drafted and
-    accepted; as the last one says further on, and nothing where no draft was checked yet.
+    accepted; as the last one says further on, and nothing where no draft was checked yet. `prior_positions`: how many
+    of its own positions a request must show to be believed as much as this.
     """
 
     lower: str
@@ -71,6 +72,7 @@ class PairEstimate:
     divergence: float
     samples: int
     goes_on: tuple[float, ...] = ()
+    prior_positions: float = 200.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,24 +130,30 @@ class _Pair:
     acceptance: Acceptance = field(default_factory=Acceptance)
     probed: Acceptance = field(default_factory=Acceptance)
     drafts: PositionRates = field(default_factory=PositionRates)
+    dispersion: Dispersion = field(default_factory=Dispersion)
 
     def estimate(self, lower: str, upper: str) -> PairEstimate:
         rate = self.acceptance.rate
         agreement = self.probed if self.probed.samples else self.acceptance
         goes_on = tuple(self.drafts.rates(rate))
-        return PairEstimate(lower, upper, rate, 1.0 - agreement.rate, self.acceptance.samples, goes_on)
+        samples, prior_positions = self.acceptance.samples, self.dispersion.prior_positions
+        return PairEstimate(lower, upper, rate, 1.0 - agreement.rate, samples, goes_on, prior_positions)
+
+    def observe_request(self, num_positions: float, num_accepted: float) -> None:
+        self.dispersion.observe(num_positions, num_accepted)
+        self.acceptance.dispersion = self.probed.dispersion = self.dispersion.ratio
 
     def observe_probe(self, lower: Sequence[int | None], upper: Sequence[int | None]) -> None:
         equal = [a == b for a, b in zip(lower, upper, strict=True) if a is not None and b is not None]
         self.probed.observe(sum(equal), len(equal))
         self.acceptance.observe(sum(equal), len(equal))
         for a, b in zip(lower, upper, strict=True):
-            self.drafts.observe(int(a is not None and a == b), 1)
+            self.drafts.observe(int(a is not None and a == b), 1, self.dispersion.ratio)
 
     def observe_check(self, num_checked: int, num_accepted: int, num_asked: int) -> None:
         self.acceptance.observe_check(num_checked, num_accepted)
         if num_asked:
-            self.drafts.observe(num_accepted, num_asked)
+            self.drafts.observe(num_accepted, num_asked, self.dispersion.ratio)
 
 
 class RouterTable:
@@ -206,6 +214,10 @@ class RouterTable:
         `num_asked`: where the tokens are one draft, how many it was asked for.
         """
         self._pairs[lower, upper].observe_check(num_checked, num_accepted, num_asked)
+
+    def observe_request(self, pair: tuple[str, str], num_positions: float, num_accepted: float) -> None:
+        """A request ended: how many positions of it were examined, and how many of them accepted."""
+        self._pairs[pair].observe_request(num_positions, num_accepted)
 
     def observe_probe(self, samples: Mapping[str, Sequence[int | None]]) -> None:
         """Samples of several models at the same committed positions: a trial for each pair and position both guessed

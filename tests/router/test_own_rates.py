@@ -6,10 +6,11 @@ import random
 import pytest
 
 from kvstate.protocol import Profile, Speculation
+from router.acceptance import Dispersion
 from router.own_rates import MOST_SHIFT, OwnRates, shifted
 from router.planning import Planning, RequestObserver, RouterSettings
 from router.stats import RouterStats
-from router.table import PairEstimate, TableSnapshot
+from router.table import PairEstimate, RouterTable, TableSnapshot
 
 PAIR = ("drafter", "target")
 
@@ -19,13 +20,13 @@ def rounds(own: OwnRates, rng: random.Random, acceptance: float, expected: float
         accepted = 0
         while accepted < 4 and rng.random() < acceptance:
             accepted += 1
-        own.observe(PAIR, accepted, [expected] * 4)
+        own.observe(PAIR, accepted, [expected] * 4, 6.0)
         own.end_round()
 
 
 @pytest.mark.parametrize(
     ("acceptance", "expected", "shift"),
-    [(0.5, 0.5, 0.0), (0.1, 0.5, -2.25), (0.9, 0.5, 2.25), (0.68, 0.5, 0.75), (0.02, 0.9, -MOST_SHIFT)],
+    [(0.5, 0.5, 0.0), (0.1, 0.5, -2.25), (0.9, 0.5, 2.25), (0.68, 0.5, 0.75), (0.02, 0.99, -MOST_SHIFT)],
 )
 def test_the_difference_is_learned_in_log_odds(acceptance: float, expected: float, shift: float) -> None:
     errors = []
@@ -38,11 +39,11 @@ def test_the_difference_is_learned_in_log_odds(acceptance: float, expected: floa
 
 def test_a_few_positions_change_nothing_and_what_is_not_seen_again_fades() -> None:
     own = OwnRates()
-    own.observe(PAIR, 1, [0.5] * 2)
+    own.observe(PAIR, 1, [0.5] * 2, 6.0)
     own.end_round()
     assert not own.shifts
     rounds(own, random.Random(1), 0.0, 0.5, 30)
-    assert own.shifts == ((PAIR, -MOST_SHIFT),)
+    assert dict(own.shifts)[PAIR] < -1.5
     for _ in range(200):
         own.end_round()
     assert not own.shifts
@@ -61,11 +62,14 @@ def test_a_request_whose_drafts_fail_stops_drafting_while_others_go_on() -> None
     planning = Planning(RouterSettings(("drafter", "target")), itertools.count().__next__, RouterStats())
     planning.add_model("drafter", Profile(4.0))
     planning.add_model("target", Profile(20.0, 0.5))
-    good, bad = RequestObserver(planning, OwnRates()), RequestObserver(planning, OwnRates())
-    for _ in range(40):
-        for observer, accepted in ((good, 4), (bad, 0)):
-            observer.checked(*PAIR, 4, accepted, 4)
-            observer.own.end_round()
+    for _ in range(4):
+        good, bad = RequestObserver(planning, OwnRates()), RequestObserver(planning, OwnRates())
+        for _ in range(40):
+            for observer, accepted in ((good, 4), (bad, 0)):
+                observer.checked(*PAIR, 4, accepted, 4)
+                observer.own.end_round()
+        for observer in (good, bad):
+            planning.record_request(observer.own)
     models = ("drafter", "target")
     assert planning.plan(models, Speculation(), good.own.shifts).chain == models
     assert planning.plan(models, Speculation(), bad.own.shifts).chain == ("target",)
@@ -78,3 +82,56 @@ def test_plans_are_bounded_however_requests_differ() -> None:
     for i in range(100):
         planning.plan(("drafter", "target"), Speculation(), ((PAIR, 0.01 * i),))
     assert len(planning._plans) <= 33
+
+
+@pytest.mark.parametrize(("spread", "least", "most"), [(0.0, 80.0, 200.0), (0.3, 4.0, 12.0)])
+def test_a_request_is_believed_as_far_as_requests_differ(spread: float, least: float, most: float) -> None:
+    rng, dispersion = random.Random(5), Dispersion()
+    for _ in range(100):
+        rate = 0.5 + rng.choice((-spread, spread))
+        dispersion.observe(60, sum(rng.random() < rate for _ in range(60)))
+    assert least <= dispersion.prior_positions <= most
+
+
+def test_requests_that_differ_are_no_change_of_the_pair() -> None:
+    rng, table = random.Random(5), RouterTable()
+    for level, name in enumerate(PAIR, 1):
+        table.add_model(name, level, Profile(1.0))
+    rates = []
+    for _ in range(60):
+        rate, accepted = rng.choice((0.2, 0.8)), 0
+        for _ in range(60):
+            hit = int(rng.random() < rate)
+            table.observe_check(*PAIR, 1, hit, num_asked=1)
+            accepted += hit
+        table.observe_request(PAIR, 60, accepted)
+        rates.append(table.snapshot().acceptance(*PAIR))
+    assert sum(abs(rate - 0.5) for rate in rates[20:]) / 40 < 0.1
+
+
+def test_a_request_that_suits_a_pair_does_not_speak_for_all() -> None:
+    """One in ten does, and goes on with it for long: the others are not expected to."""
+    planning = Planning(RouterSettings(PAIR), itertools.count().__next__, RouterStats())
+    for name in PAIR:
+        planning.add_model(name, Profile(1.0))
+    rng = random.Random(3)
+    for number in range(80):
+        suits, observer = number % 10 == 0, RequestObserver(planning, OwnRates())
+        for _ in range(200 if suits else 12):
+            observer.checked(*PAIR, 1, int(rng.random() < (0.95 if suits else 0.2)), 1)
+            observer.own.end_round()
+        planning.record_request(observer.own)
+    assert planning.table.snapshot().acceptance(*PAIR) < 0.45
+
+
+def test_where_requests_are_alike_all_of_a_long_one_is_learned() -> None:
+    planning = Planning(RouterSettings(PAIR), itertools.count().__next__, RouterStats())
+    for name in PAIR:
+        planning.add_model(name, Profile(1.0))
+    rng = random.Random(3)
+    for _ in range(40):
+        observer = RequestObserver(planning, OwnRates())
+        for _ in range(100):
+            observer.checked(*PAIR, 1, int(rng.random() < 0.7), 1)
+        planning.record_request(observer.own)
+    assert planning.table.snapshot().pairs[PAIR].samples > 2500

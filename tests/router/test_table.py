@@ -50,6 +50,27 @@ def test_one_stream_predicts_its_own_batches_and_outliers_do_not_pull() -> None:
     assert min(cost.base_ms, cost.per_token_ms, cost.per_sequence_ms) >= 0.0
 
 
+def test_batches_of_one_row_say_little_about_a_row() -> None:
+    """Slower or faster than profiled: the base is, and more rows still cost about what the profile says."""
+    table = RouterTable()
+    table.add_model("m", 1, Profile(base_ms=12.0, per_token_ms=1.0))
+    for factor in (1.25, 0.8):
+        for _ in range(200):
+            sums = timing(12.0 * factor, 1.0 * factor, 0.0, 1, 1, 1)
+            table.observe_timing("m", "r", sums, sums.busy_s)
+        cost = table.snapshot().models["m"]
+        assert cost.batch_ms(1.0) == pytest.approx(13.0 * factor, rel=0.07)
+        assert cost.batch_ms(9.0) == pytest.approx(13.0 * factor + 8.0, rel=0.1)
+
+
+def test_two_slow_batches_in_a_row_are_no_new_speed() -> None:
+    table = table_of("m")
+    for slow in [1.0] * 50 + [2.5] * 2:
+        sums = timing(10.0 * slow, 0.0, 0.0, 1, 1, 1)
+        table.observe_timing("m", "r", sums, sums.busy_s)
+    assert table.snapshot().models["m"].batch_ms(1.0) < 11.0
+
+
 def test_a_model_three_times_slower_is_noticed_within_64_messages() -> None:
     table = table_of("m")
     for base, count in ((10.0, 200), (30.0, 64)):
