@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from router.table import TableSnapshot
+from router.table import ALL_ALIKE, TableSnapshot
 
 Pair = tuple[str, str]
 Shifts = tuple[tuple[Pair, float], ...]
@@ -21,7 +21,6 @@ STEP = 0.75
 MOST_SHIFT = 4.5
 _LEAST_RATE = 0.02
 _TELLING = 3.0
-_ALL_ALIKE = 100.0
 
 
 @dataclass(slots=True)
@@ -72,13 +71,18 @@ class OwnRates:
         seem as good for every new request.
         """
         seen = self._seen.get(pair)
-        return seen is None or seen.positions < _TELLING * seen.prior_positions or seen.prior_positions >= _ALL_ALIKE
+        return seen is None or seen.positions < _TELLING * seen.prior_positions or seen.prior_positions >= ALL_ALIKE
 
     def end_round(self) -> None:
         for seen in self._seen.values():
             seen.lately = [FADE * count for count in seen.lately]
         rounded = ((pair, STEP * round(seen.shift() / STEP)) for pair, seen in sorted(self._seen.items()))
         self.shifts = tuple((pair, max(-MOST_SHIFT, min(MOST_SHIFT, shift))) for pair, shift in rounded if shift)
+
+    @property
+    def examined(self) -> dict[Pair, float]:
+        """Positions, by pair."""
+        return {pair: seen.positions for pair, seen in self._seen.items()}
 
     def totals(self) -> Iterator[tuple[Pair, float, float]]:
         """Pair, positions examined and accepted: over the whole request."""

@@ -163,13 +163,15 @@ class Planning:
         return self._adaptive(models, shifts)
 
     def choose_probe(
-        self, holders: Sequence[str], chain: Sequence[str], output_len: int, speculation: Speculation
+        self, holders: Sequence[str], chain: Sequence[str], output_len: int, speculation: Speculation, own: OwnRates
     ) -> ProbePlan | None:
         """The probe that goes beside this round, if any; counted. None where the planner's choice is not asked for."""
         if speculation.mode != "auto" or self._settings.policy == "fixed":
             return None
         models = [name for name in self._settings.models if name in holders]
-        probe = choose_probe(self._budget, self.snapshot(), models, chain, output_len, self._settings.explore)
+        probe = choose_probe(
+            self._budget, self.snapshot(), models, chain, output_len, self._settings.explore, own.examined
+        )
         self._budget.record(probe)
         return probe
 

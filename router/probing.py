@@ -2,20 +2,24 @@
 
 A probe lets models sample at the last committed positions (at most 64), in one forward each; the target's samples there
 are the committed tokens themselves, so the target is never probed. Probes take at most the share `explore` of all
-rounds and of all rounds' time, all of it while some pair has been examined at fewer than 64 positions, half of it later
-(a model that drifted must be noticed). One probe is allowed before the share has room for it, so that a pair unknown at
+rounds and of all rounds' time: all of it while some pair has been examined at fewer than 64 positions, or where
+requests differ and it is not known yet how well a drafter suits this one; half of it else (a model that drifted must be
+noticed). One probe is allowed before the share has room for it, so that a pair unknown at
 the start is not unknown for 20 rounds; a probe that took long (a model that had not read the prompt) is paid off before
 the next.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from types import MappingProxyType
 
-from router.table import TableSnapshot
+from router.table import ALL_ALIKE, PairEstimate, TableSnapshot
 
 MOST_POSITIONS = 64
 ENOUGH_SAMPLES = 64
+LEAST_POSITIONS = 16
+"""Of a request whose own rates are asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,21 +56,28 @@ def choose_probe(
     chain: Sequence[str],
     num_committed_outputs: int,
     explore: float,
+    examined: Mapping[tuple[str, str], float] = MappingProxyType({}),
 ) -> ProbePlan | None:
     """The probe that this round should carry, or None.
 
     `models` are those that hold the sequence, cheapest first, target last; `num_committed_outputs` counts its output so
-    far (prompt positions are no fair sample of what is generated).
+    far (prompt positions are no fair sample of what is generated), `examined` the positions of it that were examined.
     """
     compared = set(pairwise(chain))
     pairs = [pair for pair in snapshot.pairs if pair not in compared and set(pair) <= set(models)]
     if explore <= 0.0 or not pairs or num_committed_outputs < 1:
         return None
     fewest = min(pairs, key=lambda pair: snapshot.pairs[pair].samples)
-    unknown = snapshot.pairs[fewest].samples < ENOUGH_SAMPLES
-    if not _has_room(budget, explore if unknown else explore / 2.0):
+    strange = [(name, models[-1]) for name in models[:-1] if (name, models[-1]) in pairs]
+    strange = [pair for pair in strange if examined.get(pair, 0.0) < _wanted_positions(snapshot.pairs[pair])]
+    if snapshot.pairs[fewest].samples < ENOUGH_SAMPLES:
+        wanted, share = fewest, explore
+    elif strange and num_committed_outputs >= LEAST_POSITIONS:
+        wanted, share = strange[0], explore
+    else:
+        wanted, share = _longest_ago(budget, pairs), explore / 2.0
+    if not _has_room(budget, share):
         return None
-    wanted = fewest if unknown else _longest_ago(budget, pairs)
     probed = tuple(name for name in models[:-1] if name in wanted)
     target = snapshot.models[models[-1]]
     return ProbePlan(probed, min(num_committed_outputs, MOST_POSITIONS), target.row_share)
@@ -76,6 +87,11 @@ def _has_room(budget: ProbeBudget, share: float) -> bool:
     if budget.probes == 0:
         return True
     return budget.probes + 1 <= share * (budget.rounds + 1) and budget.probes_s <= share * budget.rounds_s
+
+
+def _wanted_positions(pair: PairEstimate) -> float:
+    """None where requests are all alike."""
+    return pair.prior_positions if pair.prior_positions < ALL_ALIKE else 0.0
 
 
 def _longest_ago(budget: ProbeBudget, pairs: Sequence[tuple[str, str]]) -> tuple[str, str]:

@@ -353,7 +353,9 @@ class RouterCore:
     def _start_probe(self, request: Request, driver: RoundDriver, plan: Plan) -> None:
         sequence = driver.sequence
         speculation = request.message.speculation
-        probe = self.planning.choose_probe(tuple(sequence.holders), plan.chain, sequence.output_len, speculation)
+        probe = self.planning.choose_probe(
+            tuple(sequence.holders), plan.chain, sequence.output_len, speculation, request.own
+        )
         if probe is not None:
             self.stats.probes += 1
             task = asyncio.create_task(self._probe(request.own, driver, probe))

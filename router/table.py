@@ -15,6 +15,8 @@ from router.acceptance import PRIOR_ACCEPTANCE, Acceptance, Dispersion, Position
 from router.latency import Ewma, LatencyFit
 
 MUCH_FASTER = 0.8
+ALL_ALIKE = 100.0
+"""`prior_positions` from which on requests are taken to be all alike."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,10 +49,11 @@ PEERS = {
 TARGET = {"name": "target", "kind": "transformers", "source": SOURCE, "dtype": "bfloat16"}
 NGRAM = {"name": "ngram", "kind": "ngram"}
 INT4 = {**TARGET, "name": "int4", "quantization": "int4"}
+INT4_DRAFTER = {**INT4, "prompt_tokens": 128}
 APPS: dict[str, list[dict[str, Any]]] = {
     "laptop": [NGRAM, TARGET],
     "int4": [INT4],
-    "levels": [NGRAM, INT4, TARGET],
+    "levels": [NGRAM, INT4_DRAFTER, TARGET],
 }
 OFF, AUTO = {"mode": "off"}, {"mode": "auto"}
 SERVED: dict[str, tuple[str, dict[str, Any]]] = {

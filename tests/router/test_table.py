@@ -4,14 +4,16 @@ probing.
 
 import random
 import statistics
+from dataclasses import replace
 
 import pytest
 
 from kvstate.protocol import Profile, Speculation, Timing
+from router.own_rates import OwnRates
 from router.planning import Planning, RouterSettings
 from router.probing import ProbeBudget, ProbePlan, choose_probe
 from router.stats import RouterStats
-from router.table import RouterTable, as_rows
+from router.table import PairEstimate, RouterTable, TableSnapshot, as_rows
 
 
 def table_of(*names: str) -> RouterTable:
@@ -222,8 +224,24 @@ def test_requests_that_do_not_ask_for_the_planner_carry_no_probes(wish: Speculat
     planning = Planning(RouterSettings(("a", "b")), lambda: 0.0, RouterStats())
     for name in ("a", "b"):
         planning.add_model(name, Profile(1.0))
-    assert planning.choose_probe(("a", "b"), ("b",), 10, wish) is None
-    assert planning.choose_probe(("a", "b"), ("b",), 10, Speculation()) == ProbePlan(("a",), 10)
+    assert planning.choose_probe(("a", "b"), ("b",), 10, wish, OwnRates()) is None
+    assert planning.choose_probe(("a", "b"), ("b",), 10, Speculation(), OwnRates()) == ProbePlan(("a",), 10)
+
+
+def test_a_request_is_probed_soon_where_requests_differ() -> None:
+    pair = PairEstimate("a", "b", 0.5, 0.5, 900)
+    models = dict(table_of("a", "b").snapshot().models)
+    budget = ProbeBudget(rounds=1000, probes=30, rounds_s=1000.0, probes_s=1.0)
+    for prior_positions, examined, num_outputs, probes in (
+        (8.0, 0.0, 20, True),
+        (8.0, 9.0, 20, False),
+        (8.0, 0.0, 15, False),
+        (200.0, 0.0, 20, False),
+    ):
+        snapshot = TableSnapshot(models, {("a", "b"): replace(pair, prior_positions=prior_positions)})
+        seen = {("a", "b"): examined}
+        probe = choose_probe(budget, snapshot, ("a", "b"), ("b",), num_outputs, 0.05, seen)
+        assert (probe is not None) == probes
 
 
 def test_a_probe_that_took_long_is_paid_off_before_the_next() -> None:
