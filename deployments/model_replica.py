@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from cluster.config import AppConfig, EmulatedModel, parse_config, parse_emulate
+from cluster.config import AnyModel, AppConfig, EmulatedModel, TransformersModel, parse_config, parse_emulate
 from cluster.dialer import Dialer
 from cluster.stream import Stream
 from cluster.transport import serve as serve_streams
@@ -62,7 +62,7 @@ class ModelReplica:
                 self._deliver,
                 lease_s=config.kv.lease_s,
                 prefix_cache=config.kv.prefix_cache,
-                prompt_tokens=getattr(self._model, "prompt_tokens", None),
+                prompt_tokens=_prompt_tokens(self._model),
             )
             ready.set_result((backend, engine, engine.profile()))
         except BaseException as error:
@@ -74,9 +74,7 @@ class ModelReplica:
         replica_id = serve.get_replica_context().replica_tag
         own = self._own = endpoint("replica", replica_id, config.security.stream_token_env)
         self._server = await serve_streams(own, node_address(), 0, self._accept)
-        self._info = _describe(
-            self._backend, replica_id, self._model.name, f"{node_address()}:{self._server.port}", profile
-        )
+        self._info = _describe(self._backend, replica_id, self._model, f"{node_address()}:{self._server.port}", profile)
         self._dialer = Dialer(own, coordinator.endpoint.remote, self._register)
         self._dialer.start()
         self._reporting = asyncio.create_task(self._report())
@@ -160,10 +158,10 @@ def _send_all(replies: Sequence[tuple[object, Message]]) -> None:
         stream.send(message)  # type: ignore[arg-type]
 
 
-def _describe(backend: Backend, replica_id: str, model: str, address: str, profile: Profile) -> ReplicaInfo:
+def _describe(backend: Backend, replica_id: str, model: AnyModel, address: str, profile: Profile) -> ReplicaInfo:
     return ReplicaInfo(
         replica_id,
-        model,
+        model.name,
         node_address(),
         address,
         backend.vocabulary,
@@ -171,4 +169,9 @@ def _describe(backend: Backend, replica_id: str, model: str, address: str, profi
         backend.block_tokens,
         backend.num_blocks,
         profile,
+        _prompt_tokens(model) or 0,
     )
+
+
+def _prompt_tokens(model: AnyModel) -> int | None:
+    return model.prompt_tokens if isinstance(model, TransformersModel) else None

@@ -226,7 +226,10 @@ class Finish(Message, frozen=True):
 
 
 class ReplicaInfo(Value, frozen=True):
-    """What a replica says of itself when it registers. `address` is host:port of its gRPC server."""
+    """What a replica says of itself when it registers. `address` is host:port of its gRPC server.
+
+    `prompt_tokens`: how much of a prompt's end it reads; 0 for all of it.
+    """
 
     replica_id: str
     model: str
@@ -237,6 +240,7 @@ class ReplicaInfo(Value, frozen=True):
     block_tokens: int
     num_blocks: int
     profile: Profile
+    prompt_tokens: int = 0
 
 
 class ReplicaCounts(Value, frozen=True):

@@ -257,4 +257,4 @@ class RoundDriver:
     def _post_prefill(self, model: str) -> None:
         holder = self.sequence.holders[model]
         self._open(holder)
-        self._outbound.to_replica(holder.replica_id, self._draft(holder, (), 0))
+        holder.is_reading = self._outbound.to_replica(holder.replica_id, self._draft(holder, (), 0))

@@ -16,6 +16,12 @@ Pair = tuple[str, str]
 Shifts = tuple[tuple[Pair, float], ...]
 """In log-odds, by pair, sorted; pairs that are as the table says are not named."""
 
+Missing = tuple[tuple[str, int], ...]
+"""Models that have not read the sequence, and how many rows they would have to compute."""
+
+JOIN_TOKENS = 64
+"""Over how many tokens a level that joins late has to earn what it must compute first."""
+
 FADE = 0.98
 STEP = 0.75
 MOST_SHIFT = 4.5
@@ -90,14 +96,17 @@ class OwnRates:
             yield pair, seen.positions, seen.accepted
 
 
-def shifted(snapshot: TableSnapshot, shifts: Shifts) -> TableSnapshot:
-    """The table as it is for a request that differs from the others by `shifts`."""
+def shifted(snapshot: TableSnapshot, shifts: Shifts, missing: Missing = ()) -> TableSnapshot:
+    """The table as it is for a request that differs from the others by `shifts`, and of which models lack rows."""
     pairs = dict(snapshot.pairs)
     for pair, shift in shifts:
         estimate = pairs[pair]
         goes_on = tuple(_shift(rate, shift) for rate in estimate.goes_on)
         pairs[pair] = replace(estimate, acceptance=_shift(estimate.acceptance, shift), goes_on=goes_on)
-    return replace(snapshot, pairs=pairs)
+    models = dict(snapshot.models)
+    for name, num_rows in missing:
+        models[name] = replace(models[name], join_ms=num_rows * models[name].per_token_ms / JOIN_TOKENS)
+    return TableSnapshot(models, pairs)
 
 
 def _shift(rate: float, log_odds: float) -> float:

@@ -48,7 +48,7 @@ class Planner:
         if len(chain) == 1:
             return self._alone_ms(chain[0])
         production = self._production(tuple(chain), tuple(windows))
-        return production.time_ms / production.mean_tokens
+        return production.time_ms / production.mean_tokens + self._join_ms(chain)
 
     def best(self, chain: Sequence[str]) -> Plan:
         """The best windows of one chain."""
@@ -119,7 +119,7 @@ class Planner:
             ms_per_token = time_ms / delivered(acceptance, equal, held)
             if ms_per_token < best_ms:
                 best_ms, best_window = ms_per_token, i + 1
-        return Plan(chain, (*inner, best_window), best_ms)
+        return Plan(chain, (*inner, best_window), best_ms + self._join_ms(chain))
 
     def _production(self, chain: tuple[str, ...], windows: tuple[int, ...]) -> Production:
         key = (chain, windows)
@@ -153,6 +153,9 @@ class Planner:
         checker = self._snapshot.models[chain[-1]]
         catch_up_ms = all_equal * sum(self._snapshot.models[name].row_ms for name in chain[:-1])
         return checker.batch_ms(held_tokens + 1.0) + checker.call_ms + catch_up_ms
+
+    def _join_ms(self, chain: Sequence[str]) -> float:
+        return sum(self._snapshot.models[name].join_ms for name in chain)
 
     def _alone_ms(self, target: str) -> float:
         cost = self._snapshot.models[target]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from kvstate.protocol import Profile, Speculation, Timing
 from router.driver import CATCH_UP
-from router.own_rates import OwnRates, Shifts, shifted
+from router.own_rates import Missing, OwnRates, Shifts, shifted
 from router.planner import Plan, Planner, keep_or_change
 from router.probing import ProbeBudget, ProbePlan, choose_probe
 from router.sequence import Holder
@@ -148,10 +148,13 @@ class Planning:
 
     # ------------------------------------------------------------------------------------------------------ choosing
 
-    def plan(self, holders: Sequence[str], speculation: Speculation, shifts: Shifts = ()) -> Plan:
+    def plan(
+        self, holders: Sequence[str], speculation: Speculation, shifts: Shifts = (), missing: Missing = ()
+    ) -> Plan:
         """The plan of the next round over models that hold the sequence (any order; the target is one).
 
-        `shifts`: how the request differs from what the table says of all (router/own_rates.py).
+        `shifts`: how the request differs from what the table says of all (router/own_rates.py); `missing`: what models
+        that it could use would have to compute before.
         """
         models = tuple(name for name in self._settings.models if name in holders)
         if speculation.mode == "off":
@@ -160,7 +163,7 @@ class Planning:
             return self._fixed(models, speculation.chain, speculation.windows)
         if self._settings.policy == "fixed":
             return self._fixed(models, self._settings.chain, self._settings.windows)
-        return self._adaptive(models, shifts)
+        return self._adaptive(models, shifts, missing)
 
     def choose_probe(
         self, holders: Sequence[str], chain: Sequence[str], output_len: int, speculation: Speculation, own: OwnRates
@@ -195,13 +198,13 @@ class Planning:
             return []
         return Planner(snapshot, self._settings.max_window).candidates(models)
 
-    def _adaptive(self, models: tuple[str, ...], shifts: Shifts) -> Plan:
+    def _adaptive(self, models: tuple[str, ...], shifts: Shifts, missing: Missing) -> Plan:
         snapshot = self.snapshot()
-        key = (models, shifts)
+        key = (models, shifts, missing)
         if key not in self._plans and len(self._plans) >= MOST_PLANS:
-            key = (models, ())
+            key = (models, (), ())
         if key not in self._plans:
-            seen = shifted(snapshot, key[1])
+            seen = shifted(snapshot, *key[1:])
             planner = Planner(seen, self._settings.max_window)
             present = self._present.get(key)
             chosen = keep_or_change(seen, present, planner.candidates(models)[0])

@@ -13,13 +13,14 @@ from kvstate.protocol import FinishReason, Key, Sampling
 class Holder:
     """A replica with this sequence; messages to it carry the tokens from `acked_len` on.
 
-    `kv_len`: the rows it had computed by its last reply.
+    `kv_len`: the rows it had computed by its last reply; `is_reading` once it was asked to compute the prompt.
     """
 
     model: str
     replica_id: str
     acked_len: int = 0
     kv_len: int = 0
+    is_reading: bool = False
     opened: bool = False
 
 

@@ -34,9 +34,9 @@ from kvstate.protocol import (
     SpecMetrics,
     Verdict,
 )
-from router.driver import Commit, RoundDriver, TargetLost
+from router.driver import MOST_BEHIND, Commit, RoundDriver, TargetLost
 from router.links import Outbound, StepCalls
-from router.own_rates import OwnRates
+from router.own_rates import Missing, OwnRates
 from router.planner import Plan
 from router.planning import Planning, RequestObserver, RouterSettings
 from router.probing import ProbePlan
@@ -48,6 +48,7 @@ log = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1.0
 CONNECT_S = 3.0
+ROWS_STEP = 64
 
 
 class Refused(Exception):
@@ -311,9 +312,22 @@ class RouterCore:
             self._deliver(request, sequence, commit)
 
     def _plan(self, request: Request, sequence: RunningSequence) -> Plan:
-        plan = self.planning.plan(tuple(sequence.holders), request.message.speculation, request.own.shifts)
+        missing = self._missing(sequence) if request.output else ()
+        plan = self.planning.plan(tuple(sequence.holders), request.message.speculation, request.own.shifts, missing)
         request.chain = plan.chain
         return plan
+
+    def _missing(self, sequence: RunningSequence) -> Missing:
+        """Rows in whole ROWS_STEP, so that requests share plans."""
+        missing = []
+        for holder in sequence.holders.values():
+            rows = 0 if holder.is_reading else len(sequence.tokens) - holder.kv_len
+            member = self._members.get(holder.replica_id)
+            if member is not None and member.info.prompt_tokens:
+                rows = min(rows, member.info.prompt_tokens + sequence.output_len)
+            if rows > MOST_BEHIND:
+                missing.append((holder.model, ROWS_STEP * -(-rows // ROWS_STEP)))
+        return tuple(missing)
 
     def _count_round(self, plan: Plan, seconds: float, num_tokens: int) -> None:
         self.stats.add_round(plan.chain, seconds, num_tokens)

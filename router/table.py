@@ -22,7 +22,7 @@ ALL_ALIKE = 100.0
 @dataclass(frozen=True, slots=True)
 class ModelCost:
     """One model now. A call waits `queue_ms`, takes one `hop_ms`, and its batches carry `sharing` sequences in the
-    mean.
+    mean. `join_ms`: where the model must first compute what it missed of a sequence, that, per token to come.
 
     `draft_continues[j]` is the probability that a draft of j tokens goes on for one more: below 1 where a model may
     have no guess, as the last one says for longer drafts, 1 where nothing is known.
@@ -38,6 +38,7 @@ class ModelCost:
     sharing: float = 1.0
     draft_continues: tuple[float, ...] = ()
     samples: int = 0
+    join_ms: float = 0.0
 
     def batch_ms(self, rows: float) -> float:
         """A batch with `rows` rows of this sequence, the others that share it bringing as many each."""

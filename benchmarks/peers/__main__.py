@@ -130,25 +130,30 @@ Seconds = npt.NDArray[np.float64]
 Times = dict[str, Seconds]
 
 
-def measure(names: Sequence[str], others: Sequence[Job], jobs: Sequence[Job], count: int) -> Iterator[Times]:
+def measure(
+    names: Sequence[str], others: Sequence[Job], jobs: Sequence[Job], count: int, keep: bool
+) -> Iterator[Times]:
     """Of each engine, yielded after each repeat, without end.
 
-    SpecRelay starts afresh for each repeat and then serves `others`: its drafters and its table have seen traffic, but
-    none of the texts that are measured.
+    Unless `keep`, SpecRelay starts afresh for each repeat and then serves `others`: its drafters and its table have
+    seen traffic, but none of the texts that are measured.
     """
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack, ExitStack() as apps:
         peers = dict(start_peers([name for name in names if name in PEERS], stack))
         for engine in peers.values():
             engine.answer(others[0].prompts, count)
+        served: dict[str, Engine] = {}
         times: Times = {}
         while True:
-            with ExitStack() as apps:
+            if not served or not keep:
+                apps.close()
                 served = dict(start_apps([name for name in names if name in SERVED], Path(folder), apps))
                 for job, engine in product(others, served.values()):
                     engine.answer(job.prompts, count)
-                rows = [{name: answer(engine, job, count) for name, engine in (peers | served).items()} for job in jobs]
-            new = {name: np.array([[row[name] for row in rows]]) for name in rows[0]}
-            times = {name: np.vstack([times[name], row]) if name in times else row for name, row in new.items()}
+            engines = peers | served
+            rows = np.array([[answer(engine, job, count) for engine in engines.values()] for job in jobs])
+            for index, name in enumerate(engines):
+                times[name] = np.vstack([times.get(name, np.empty((0, len(jobs)))), rows[:, index]])
             yield times
 
 
@@ -191,6 +196,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--per-category", type=int, default=PER_CATEGORY)
     parser.add_argument("--at-once", type=int, default=1, help="how many prompts are asked together")
+    parser.add_argument("--keep", action="store_true", help="do not start SpecRelay afresh for each repeat")
     parser.add_argument("--base", default=BASE, help="the engine that ratios are to")
     arguments = parser.parse_args()
     unknown = {*arguments.engines, arguments.base} - PEERS.keys() - SERVED.keys()
@@ -204,7 +210,7 @@ def main() -> None:
     others = make_jobs(prompts, slice(per_category, 2 * per_category), arguments.at_once)
     lengths = [len(prompt) for job in jobs for prompt in job.prompts]
     print(f"prompts: {len(lengths)}, of {min(lengths)} to {max(lengths)} tokens, {arguments.at_once} at once")
-    for times in islice(measure(arguments.engines, others, jobs, arguments.tokens), arguments.repeats):
+    for times in islice(measure(arguments.engines, others, jobs, arguments.tokens, arguments.keep), arguments.repeats):
         base = arguments.base if arguments.base in times else next(iter(times))
         print_table(times, jobs, arguments.tokens, base)
 

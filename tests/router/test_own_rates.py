@@ -135,3 +135,19 @@ def test_where_requests_are_alike_all_of_a_long_one_is_learned() -> None:
             observer.checked(*PAIR, 1, int(rng.random() < 0.7), 1)
         planning.record_request(observer.own)
     assert planning.table.snapshot().pairs[PAIR].samples > 2500
+
+
+def test_a_level_that_joins_late_must_be_worth_what_it_computes_first() -> None:
+    planning = Planning(RouterSettings(PAIR), itertools.count().__next__, RouterStats())
+    planning.add_model("drafter", Profile(4.0, 0.5))
+    planning.add_model("target", Profile(20.0, 0.5))
+    observer = RequestObserver(planning, OwnRates())
+    for _ in range(100):
+        observer.checked(*PAIR, 4, 2, 4)
+    for num_rows, chain in ((0, PAIR), (128, PAIR), (4096, PAIR[1:])):
+        missing = (("drafter", num_rows),) if num_rows else ()
+        plan = planning.plan(PAIR, Speculation(), (), missing)
+        assert plan.chain == chain
+        joined = planning.plan(PAIR, Speculation())
+        if num_rows == 128:
+            assert plan.predicted_ms_per_token == pytest.approx(joined.predicted_ms_per_token + 128 * 0.5 / 64)
