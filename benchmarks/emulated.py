@@ -15,7 +15,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from benchmarks.client import Answer, StreamError, complete, stream_completion
 from benchmarks.emulated_app import EmulatedApp, emulated_app, ray_tasks
 from benchmarks.inprocess import running
 from benchmarks.oracle import Best, Level, best_by_length
+from benchmarks.report import Report
 from cluster.config import load_config
 from deployments.backends import build_backend
 from kvstate.protocol import Commit, Message, Sampling, Speculation
@@ -35,20 +36,6 @@ WARM_UP_REQUESTS = 8
 KILL_TOKENS = 400
 POLL_S = 0.01
 RETURN_LIMIT_S = 60.0
-
-
-@dataclass(slots=True)
-class Report:
-    """The rows of the printed table; `short` where one missed its target."""
-
-    short: bool = False
-    rows: list[tuple[str, str, str, str]] = field(default_factory=list)
-
-    def add(self, name: str, figure: str, target: str = "", met: bool | None = None) -> None:
-        verdict = "" if met is None else "OK" if met else "SHORT"
-        self.short |= met is False
-        self.rows.append((name, figure, target, verdict))
-        print(f"{name:<58} {figure:>30}  {target:<22} {verdict}", flush=True)
 
 
 @dataclass(slots=True)

@@ -1,18 +1,25 @@
 """What a chain costs per token, by playing it: a Monte Carlo of the round rule, token by token.
 
-It shares no code and no formula with `router/`: it keeps a real sequence, real contexts and each level's count of
-computed rows, and adds up the time of every batch. Contexts form a tree; a context draws its errors once and all
-levels see the same draw, so the correlations between levels are there too, which the planner's independent positions
-leave out.
+It shares no code and no formula with `router/`: it keeps a real sequence, the context of each of its positions and each
+level's count of computed rows, and adds up the time of every batch. A context draws its errors once and all levels see
+the same draw, so the correlations between levels are there too, which the planner's independent positions leave out.
 """
 
 import itertools
-import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+Floats = npt.NDArray[np.float64]
+Ids = npt.NDArray[np.int64]
+
 RIGHT = 0
+MOST_HELD = 4096
+"""Tokens of one round; windows are far smaller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,109 +33,73 @@ class Level:
     hop_ms: float = 0.0
 
 
-class Context:
-    """A prefix. `draws` are its u values: one for all levels, or one per level where errors are their own."""
+@njit(cache=True)
+def _play(
+    costs: tuple[Floats, Floats, Floats],
+    agreement: Floats,
+    windows: Ids,
+    own: bool,
+    count: int,
+    rng: np.random.Generator,
+) -> float:
+    """Milliseconds per token over at least `count` tokens. `costs`: of a batch, a row and a call, per level.
 
-    __slots__ = ("children", "draws")
-
-    def __init__(self, rng: random.Random, num_draws: int) -> None:
-        self.draws = [rng.random() for _ in range(num_draws)]
-        self.children: dict[int, Context] = {}
-
-
-@dataclass(slots=True)
-class Game:
-    """One sequence running through `levels` (cheapest first) with `windows`."""
-
-    levels: Sequence[Level]
-    windows: Sequence[int]
-    errors: Literal["shared", "own"]
-    rng: random.Random
-    tokens: list[int] = field(default_factory=list)
-    contexts: list[Context] = field(default_factory=list)
-    computed: list[int] = field(default_factory=list)
-    elapsed_ms: float = 0.0
-
-    def __post_init__(self) -> None:
-        if len(self.windows) != len(self.levels) - 1:
-            raise ValueError("a chain of n levels has n − 1 windows")
-        self.computed = [0] * len(self.levels)
-        self.contexts = [self._fresh()]
-        self._append(RIGHT)
-
-    def _fresh(self) -> Context:
-        return Context(self.rng, len(self.levels) if self.errors == "own" else 1)
-
-    def _append(self, token: int) -> None:
-        parent = self.contexts[-1]
-        if token not in parent.children:
-            parent.children[token] = self._fresh()
-        self.contexts.append(parent.children[token])
-        self.tokens.append(token)
-
-    def _truncate(self, length: int) -> None:
-        del self.tokens[length:], self.contexts[length + 1 :]
-        self.computed = [min(computed, length) for computed in self.computed]
-
-    def _sample(self, level: int, context: Context) -> int:
-        own = self.errors == "own"
-        u = context.draws[level if own else 0]
-        if u < self.levels[level].agreement:
-            return RIGHT
-        return level + 1 if own else 1
-
-    def _batch(self, level: int) -> None:
-        """Compute all rows that the level lacks."""
-        cost = self.levels[level]
-        rows = len(self.tokens) - self.computed[level]
-        self.computed[level] = len(self.tokens)
-        self.elapsed_ms += cost.base_ms + cost.per_token_ms * rows + cost.per_sequence_ms
-
-    def draft(self, count: int) -> None:
-        for _ in range(count):
-            self._batch(0)
-            self._append(self._sample(0, self.contexts[-1]))
-        self.elapsed_ms += self.levels[0].hop_ms
-
-    def check(self, level: int, from_len: int) -> None:
-        self._batch(level)
-        self.elapsed_ms += self.levels[level].hop_ms
-        position = from_len
-        while position < len(self.tokens):
-            if self._sample(level, self.contexts[position]) != self.tokens[position]:
+    `tokens[:n]` is what stands since the last commit, its last token first; `draws[k]` belongs to the context of the
+    first k of them, one number for all levels or one for each; `computed[i]`: rows that level i has.
+    """
+    batch_ms, row_ms, call_ms = costs
+    num_levels = len(agreement)
+    target = num_levels - 1
+    tokens = np.zeros(MOST_HELD, np.int64)
+    draws = rng.random((MOST_HELD, num_levels))
+    computed = np.zeros(num_levels, np.int64)
+    begun = np.zeros(num_levels, np.int64)  # where the block that a level collects begins
+    elapsed_ms, committed, n = 0.0, 0, 1
+    while committed < count:
+        before = n
+        begun[:] = n
+        level = 0
+        while True:
+            if level == 0 and target > 0:
+                for _ in range(windows[0]):
+                    elapsed_ms += batch_ms[0] + row_ms[0] * (n - computed[0])
+                    computed[0] = n
+                    draw = draws[n, 0]
+                    tokens[n] = RIGHT if draw < agreement[0] else 1
+                    n += 1
+                    draws[n] = rng.random(num_levels)
+                elapsed_ms += call_ms[0]
+                level = 1
+                begun[1] = n - windows[0]
+            elapsed_ms += batch_ms[level] + row_ms[level] * (n - computed[level]) + call_ms[level]
+            computed[level] = n
+            position, sample = begun[level], 0
+            while True:
+                draw = draws[position, level if own else 0]
+                sample = RIGHT if draw < agreement[level] else (level + 1 if own else 1)
+                if position == n or sample != tokens[position]:
+                    break
+                position += 1
+            tokens[position] = sample
+            n = position
+            for other in range(num_levels):
+                computed[other] = min(computed[other], n)
+            n += 1
+            draws[n] = rng.random(num_levels)
+            if level == target:
                 break
-            position += 1
-        own_token = self._sample(level, self.contexts[position])
-        self._truncate(position)
-        self._append(own_token)
-
-    def produce(self, level: int) -> None:
-        """Let `level` deliver once: level 0 drafts, the others collect until their window is full and check it all."""
-        if level == 0:
-            self.draft(self.windows[0])
-            return
-        from_len = len(self.tokens)
-        while len(self.tokens) - from_len < self.windows[level - 1]:
-            self.produce(level - 1)
-        self.check(level, from_len)
-
-    def round(self) -> int:
-        """One round of the chain; returns how many tokens it committed."""
-        before = len(self.tokens)
-        if len(self.levels) == 1:
-            self.check(0, before)
-        else:
-            self.produce(len(self.levels) - 1)
-        committed = len(self.tokens) - before
-        self._forget()
-        return committed
-
-    def _forget(self) -> None:
-        """Keep the last token only: what is committed is never looked at again."""
-        dropped = len(self.tokens) - 1
-        del self.tokens[:dropped], self.contexts[:dropped]
-        self.contexts[0].children.clear()
-        self.computed = [computed - dropped for computed in self.computed]
+            if n - begun[level + 1] < windows[level]:
+                begun[1 : level + 1] = n
+                level = 0
+            else:
+                level += 1
+        committed += n - before
+        dropped = n - 1
+        tokens[0] = tokens[dropped]
+        draws[0], draws[1] = draws[dropped], draws[n]
+        computed -= dropped
+        n = 1
+    return elapsed_ms / committed
 
 
 def ms_per_token(
@@ -142,11 +113,16 @@ def ms_per_token(
     """Time per committed token over at least `num_tokens` tokens; the last level's agreement must be 1."""
     if levels[-1].agreement != 1.0:
         raise ValueError("the target's agreement is 1 by definition")
-    game = Game(levels, windows, errors, random.Random(seed))
-    committed = 0
-    while committed < num_tokens:
-        committed += game.round()
-    return game.elapsed_ms / committed
+    if len(windows) != len(levels) - 1:
+        raise ValueError("a chain of n levels has n − 1 windows")
+    costs = (
+        np.array([level.base_ms + level.per_sequence_ms for level in levels]),
+        np.array([level.per_token_ms for level in levels]),
+        np.array([level.hop_ms for level in levels]),
+    )
+    agreement, rng = np.array([level.agreement for level in levels]), np.random.default_rng(seed)
+    made: float = _play(costs, agreement, np.array(windows, np.int64), errors == "own", num_tokens, rng)
+    return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +150,10 @@ def best_windows(
     num_tokens: int = 6_000,
     seed: int = 0,
 ) -> tuple[tuple[int, ...], float]:
-    """Search the windows of one chain: coarse grid, then steps of one. Equal seeds keep the comparison fair."""
+    """Search the windows of one chain: coarsely, all equal where there are many, then by steps of one and two.
+
+    Equal seeds keep the comparison fair.
+    """
     known: dict[tuple[int, ...], float] = {}
 
     def cost(windows: tuple[int, ...]) -> float:
@@ -183,7 +162,9 @@ def best_windows(
         return known[windows]
 
     coarse = [window for window in (1, 2, 4, 7, 11, 16) if window <= max_window]
-    best = min(itertools.product(coarse, repeat=len(levels) - 1), key=cost)
+    num_windows = len(levels) - 1
+    grid = itertools.product(coarse, repeat=num_windows) if num_windows <= 2 else [(w,) * num_windows for w in coarse]
+    best = min(grid, key=cost)
     while (step := min(_neighbours(best, max_window), key=cost, default=best)) != best and cost(step) < cost(best):
         best = step
     return best, cost(best)
@@ -205,12 +186,20 @@ def best_by_length(
 ) -> dict[int, Best]:
     """The fastest chain of each length 1 … n, measured again with another seed so that luck does not choose."""
     found: dict[int, Best] = {}
+    for best in best_of_chains(levels, max_window, errors, num_tokens, seed):
+        if len(best.chain) not in found or best.ms_per_token < found[len(best.chain)].ms_per_token:
+            found[len(best.chain)] = best
+    return {length: _measured_again(best, levels, errors, num_tokens, seed + 1) for length, best in found.items()}
+
+
+def best_of_chains(
+    levels: Sequence[Level], max_window: int, errors: Literal["shared", "own"], num_tokens: int, seed: int
+) -> Iterator[Best]:
+    """Each chain with its best windows."""
     for chain in chains(len(levels)):
         members = [levels[i] for i in chain]
-        windows, cost = best_windows(members, max_window=max_window, errors=errors, num_tokens=num_tokens, seed=seed)
-        if len(chain) not in found or cost < found[len(chain)].ms_per_token:
-            found[len(chain)] = Best(chain, windows, cost)
-    return {length: _measured_again(best, levels, errors, num_tokens, seed + 1) for length, best in found.items()}
+        found = best_windows(members, max_window=max_window, errors=errors, num_tokens=num_tokens, seed=seed)
+        yield Best(chain, *found)
 
 
 def _measured_again(

@@ -84,7 +84,7 @@ def test_prediction_of_best_windows_agrees_with_the_oracle_on_random_tables() ->
     for i in range(30):
         levels = random_levels(rng, 2 + i % 3)
         best = Planner(snapshot_of(levels), 8).best(NAMES[: len(levels)])
-        oracle = ms_per_token(levels, best.windows, num_tokens=8_000, seed=i)
+        oracle = ms_per_token(levels, best.windows, num_tokens=100_000, seed=i)
         errors.append(abs(best.predicted_ms_per_token / oracle - 1))
     print(f"prediction error: median {statistics.median(errors):.2%}, max {max(errors):.2%}")
     assert statistics.median(errors) < 0.015

@@ -1,0 +1,17 @@
+"""The rows that a benchmark prints, and whether one of them missed its target."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Report:
+    """The rows of the printed table; `short` where one missed its target."""
+
+    short: bool = False
+    rows: list[tuple[str, str, str, str]] = field(default_factory=list)
+
+    def add(self, name: str, figure: str, target: str = "", met: bool | None = None) -> None:
+        verdict = "" if met is None else "OK" if met else "SHORT"
+        self.short |= met is False
+        self.rows.append((name, figure, target, verdict))
+        print(f"{name:<58} {figure:>30}  {target:<22} {verdict}", flush=True)

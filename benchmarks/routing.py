@@ -1,0 +1,111 @@
+"""How close the router's choices are to the best there is: `python -m benchmarks.routing --parts computed`.
+
+computed  random tables, no actors: the planner's predicted time per token beside the oracle's for the same plan, its
+          plan beside the best one that the oracle finds, and the time that planning takes.
+
+Exit code 1 where a figure falls short of its target. docs/benchmarks.md says how each figure is measured.
+"""
+
+import argparse
+import os
+import random
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks.oracle import Level, best_of_chains, ms_per_token
+from benchmarks.report import Report
+from router.planner import Planner
+from router.table import ModelCost, PairEstimate, TableSnapshot
+
+MAX_WINDOW = 16
+FEWEST_LEVELS, MOST_LEVELS = 2, 6
+SEARCH_TOKENS, ORACLE_TOKENS = 20_000, 100_000
+NAMES = tuple("abcdef")
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """Of one table: relative error of the prediction, time of the planner's plan by the best one's, planning time."""
+
+    error: float
+    excess: float
+    planning_ms: float
+
+
+def random_levels(rng: random.Random, num_levels: int) -> list[Level]:
+    """Cheap to dear: a drafter may cost a hundredth of the target or two thirds of it, and be right .2 to .98."""
+    agreements = [*sorted(rng.uniform(0.2, 0.98) for _ in range(num_levels - 1)), 1.0]
+    target_ms = rng.uniform(10.0, 60.0)
+    bases = [*sorted(target_ms * 10.0 ** rng.uniform(-2.0, -0.2) for _ in range(num_levels - 1)), target_ms]
+    return [
+        Level(base, agreement, rng.uniform(0.0, 0.05) * base, rng.uniform(0.0, 0.03) * base, rng.uniform(0.1, 1.5))
+        for base, agreement in zip(bases, agreements, strict=True)
+    ]
+
+
+def snapshot_of(levels: Sequence[Level]) -> TableSnapshot:
+    """What a router knows after long: each model's cost, and how often each pair agrees where errors are shared."""
+    models, pairs = {}, {}
+    for i, (name, level) in enumerate(zip(NAMES, levels, strict=False)):
+        models[name] = ModelCost(name, i + 1, level.base_ms, level.per_token_ms, level.per_sequence_ms, level.hop_ms)
+        for other, lower in zip(NAMES[:i], levels, strict=False):
+            acceptance = 1.0 - abs(lower.agreement - level.agreement)
+            pairs[other, name] = PairEstimate(other, name, acceptance, 1.0 - acceptance, 1000)
+    return TableSnapshot(models, pairs)
+
+
+def compare(seed: int) -> Computed:
+    """One random table, known to planner and oracle alike."""
+    rng = random.Random(seed)
+    levels = random_levels(rng, rng.randint(FEWEST_LEVELS, MOST_LEVELS))
+    names = NAMES[: len(levels)]
+    started_s = time.perf_counter()
+    plan = Planner(snapshot_of(levels), MAX_WINDOW).candidates(names)[0]
+    planning_ms = (time.perf_counter() - started_s) * 1e3
+    chosen = [levels[names.index(name)] for name in plan.chain]
+    real_ms = ms_per_token(chosen, plan.windows, num_tokens=ORACLE_TOKENS, seed=seed)
+    found = best_of_chains(levels, MAX_WINDOW, "shared", SEARCH_TOKENS, seed + 1)
+    best = min(found, key=lambda best: best.ms_per_token)
+    best_ms = ms_per_token(
+        [levels[i] for i in best.chain], best.windows, num_tokens=ORACLE_TOKENS, seed=seed
+    )  # with the same draws as the plan's, not those that chose it
+    return Computed(plan.predicted_ms_per_token / real_ms - 1.0, real_ms / best_ms - 1.0, planning_ms)
+
+
+def computed(report: Report, num_tables: int) -> None:
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        results = list(pool.map(compare, range(num_tables)))
+    errors = np.abs([result.error for result in results])
+    excess = np.array([result.excess for result in results])
+    planning = np.array([result.planning_ms for result in results])
+    median, p95 = np.quantile(errors, (0.5, 0.95))
+    report.add(f"predicted against oracle, {num_tables} tables: median", f"{median:.1%}", "≤ 5 %", median <= 0.05)
+    report.add("predicted against oracle: 95th percentile", f"{p95:.1%}", "≤ 10 %", p95 <= 0.10)
+    most, mean = float(excess.max()), float(excess.mean())
+    report.add("the planner's plan above the oracle's best: worst", f"{most:.1%}", "≤ 3 %", most <= 0.03)
+    report.add("the planner's plan above the oracle's best: mean", f"{mean:.1%}")
+    p50, p99 = np.quantile(planning, (0.5, 0.99))
+    report.add("planning time: p50, p99", f"{p50:.2f}, {p99:.2f} ms")
+
+
+PARTS = {"computed": computed}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--parts", nargs="+", choices=sorted(PARTS), default=sorted(PARTS))
+    parser.add_argument("--tables", type=int, default=500)
+    arguments = parser.parse_args()
+    report = Report()
+    for part in arguments.parts:
+        PARTS[part](report, arguments.tables)
+    sys.exit(int(report.short))
+
+
+if __name__ == "__main__":
+    main()
