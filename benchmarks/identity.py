@@ -120,8 +120,7 @@ def switching(cluster: InProcessCluster, wishes: Sequence[Speculation]) -> Itera
     plan: Callable[[Sequence[str], Speculation], Plan] = planning.plan
     rounds: weakref.WeakKeyDictionary[asyncio.Task[Any], int] = weakref.WeakKeyDictionary()
 
-    def plan_next(holders: Sequence[str], speculation: Speculation) -> Plan:
-        del speculation
+    def plan_next(holders: Sequence[str], *_: object) -> Plan:
         task = asyncio.current_task()
         assert task is not None
         rounds[task] = rounds.get(task, -1) + 1

@@ -4,6 +4,7 @@ Three sources: what followed the longest earlier occurrence of the text's end (`
 its last one or two tokens in all texts seen (`FollowerMemory`). `HitRates` tells which of them to believe.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -92,7 +93,7 @@ class FollowerMemory:
 
     def __init__(self, most_entries: int) -> None:
         self._most_entries = most_entries
-        self._followers: dict[int, tuple[int, int]] = {}
+        self._followers: OrderedDict[int, tuple[int, int]] = OrderedDict()
 
     def learn(self, before: Sequence[int], follower: int) -> None:
         """`follower` came after the tokens `before`, of which the last two count."""
@@ -103,7 +104,7 @@ class FollowerMemory:
             else:
                 self._followers[context] = (known, votes - 1) if votes > 1 else (follower, 1)
         while len(self._followers) > self._most_entries:
-            del self._followers[next(iter(self._followers))]
+            self._followers.popitem(last=False)
 
     def guesses(self, before: Sequence[int]) -> Iterator[Guess]:
         for name, context in _contexts(before):

@@ -113,6 +113,7 @@ class NgramBackend:
                 rates.add(guess.kind, guess.token == tokens[position])
             if guesses and guesses[0].token != tokens[position]:
                 break  # later guesses followed a wrong token
+        sequence.opened.clear()
         for position in range(sequence.num_learned, slice_.end):
             self._memory.learn(tokens[max(0, position - 2) : position], tokens[position])
         sequence.num_learned = max(sequence.num_learned, slice_.end)

@@ -6,8 +6,8 @@ at constant acceptance a the estimate's error is about sqrt(a (1 - a) / 5800).
 
 A change is noticed by comparison: the last 320 trials are kept one by one, and when some most recent part of them is
 too unlike all that came before (likelihood ratio of two rates against one), what came before is dropped. A drop from
-.9 to .1 is followed within a dozen positions, from .85 to .72 within about 200. Where requests differ among one
-another, unlike parts are no change: `Dispersion` measures by how much, and the comparison allows for it.
+.9 to .1 is followed within a dozen positions, from .85 to .72 within about 200, where requests are alike. Where they
+differ, unlike parts are no change: `Dispersion` measures by how much, and smaller changes than that are not noticed.
 """
 
 import math
@@ -21,7 +21,7 @@ HALF_LIFE_POSITIONS = 2000.0
 _RECENT_TRIALS = 320
 _TEST_EVERY_TRIALS = 8
 _POSITION_WEIGHT = 8.0
-_LEAST_POSITIONS = 8
+_LEAST_POSITIONS, _MOST_POSITIONS = 8, 60
 _MOST_DISPERSION = 20.0
 _LEAST_PRIOR_POSITIONS, _MOST_PRIOR_POSITIONS = 4.0, 200.0
 _LEAST_LOG_RATIO = 7.5
@@ -155,6 +155,8 @@ class Dispersion:
         """One whole request: its positions that were examined, and those accepted."""
         if num_positions < _LEAST_POSITIONS:
             return
+        counted = min(num_positions, _MOST_POSITIONS)
+        num_positions, num_accepted = counted, num_accepted * counted / num_positions
         before, self._before = self._before, (num_positions, num_accepted)
         if before is None:
             return
@@ -165,7 +167,7 @@ class Dispersion:
         self._requests += 1
         share = max(0.1, 1.0 / self._requests)
         self._ratio += share * (min(ratio, _MOST_DISPERSION) - self._ratio)
-        self._positions += share * (positions / 2.0 - self._positions)
+        self._positions += share * (2.0 / (1.0 / num_positions + 1.0 / before[0]) - self._positions)
 
     @property
     def ratio(self) -> float:

@@ -58,9 +58,12 @@ class _Seen:
 
 @dataclass(slots=True)
 class OwnRates:
-    """Of one request; `shifts` are those of the present round."""
+    """Of one request; `shifts` are those of the present round, `probed_len` the output's length at each model's last
+    probe.
+    """
 
     shifts: Shifts = ()
+    probed_len: dict[str, int] = field(default_factory=dict)
     _seen: dict[Pair, _Seen] = field(default_factory=dict)
 
     def observe(self, pair: Pair, num_accepted: int, expected: Sequence[float], prior_positions: float) -> None:
@@ -76,8 +79,12 @@ class OwnRates:
         A request goes on with a pair for long because its own text suits it: were all of that counted, the pair would
         seem as good for every new request.
         """
-        seen = self._seen.get(pair)
-        return seen is None or seen.positions < _TELLING * seen.prior_positions or seen.prior_positions >= ALL_ALIKE
+        seen = self._seen[pair]
+        return seen.positions < _TELLING * seen.prior_positions or seen.prior_positions >= ALL_ALIKE
+
+    def tells_of(self, drafter: str) -> bool:
+        """The same of its drafts."""
+        return all(self.is_telling(pair) for pair in self._seen if pair[0] == drafter)
 
     def end_round(self) -> None:
         for seen in self._seen.values():

@@ -130,8 +130,8 @@ class Planner:
     def _first_check(self, chain: tuple[str, ...], window: int) -> Production:
         """Level 2 checks exactly what one draft brought: `window` tokens, or fewer where the drafter had no guess."""
         drafter = self._snapshot.models[chain[0]]
-        continues = self._snapshot.draft_continues(chain[0], window)
         goes_on = self._snapshot.draft_goes_on(chain[0], chain[1], window)
+        continues = [max(pair) for pair in zip(self._snapshot.draft_continues(chain[0], window), goes_on, strict=True)]
         reached = tuple(accumulate(continues, mul, initial=1.0))
         survival = tuple(accumulate(goes_on, mul, initial=1.0))
         draft_ms = sum(reached[:-1]) * drafter.batch_ms(1.0) + drafter.call_ms

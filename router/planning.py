@@ -18,7 +18,7 @@ from router.table import RouterTable, TableSnapshot
 
 MOST_PRESENT = 1024
 MOST_PLANS = 32
-"""Kept per snapshot; requests that differ in more ways go by the table as it is."""
+"""Kept per snapshot; requests that differ in more ways go by the table as it is, without the levels they lack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,9 @@ class RequestObserver:
         self.planning.timing(holder, kind, timing, round_trip_s)
 
     def drafted(self, model: str, num_asked: int, num_drafted: int) -> None:
-        self.planning.drafted(model, num_asked, num_drafted)
+        if self.own.tells_of(model):
+            self.planning.table.observe_draft(model, num_asked, num_drafted)
+        self.planning.count_draft(model, num_drafted)
 
     def checked(self, lower: str, upper: str, num_checked: int, num_accepted: int, num_asked: int) -> None:
         expected = self.planning.expected(lower, upper, num_checked, num_asked)
@@ -100,8 +102,9 @@ class Planning:
         self.plan_changes = 0
 
     def add_model(self, name: str, profile: Profile) -> None:
-        self.table.add_model(name, self._settings.level_of(name), profile)
-        self._snapshot = None
+        if name not in self.table.models:
+            self.table.add_model(name, self._settings.level_of(name), profile)
+            self._snapshot = None
 
     # ----------------------------------------------------------------------------------------------------- observing
 
@@ -113,19 +116,19 @@ class Planning:
             self.table.observe_timing(holder.model, holder.replica_id, timing, round_trip_s)
         self._stats.add_step(holder.model, kind, timing)
 
-    def drafted(self, model: str, num_asked: int, num_drafted: int) -> None:
-        self.table.observe_draft(model, num_asked, num_drafted)
+    def count_draft(self, model: str, num_drafted: int) -> None:
         self._stats.draft_tokens[model] += num_drafted
 
     def count_check(self, lower: str, upper: str, num_accepted: int) -> None:
         self._stats.add_check(lower, upper, num_accepted)
 
-    def record_round(self, plan: Plan, seconds: float, num_tokens: int) -> None:
+    def record_round(self, plan: Plan, seconds: float, num_tokens: int, speculation: Speculation) -> None:
         record = self.records.setdefault(plan.chain, RunRecord())
         record.seconds += seconds
         record.tokens += num_tokens
         record.rounds += 1
-        self._budget.rounds_s += seconds
+        if self._is_planned(speculation):
+            self._budget.rounds_s += seconds
 
     def record_probe(self, busy_s: float) -> None:
         """What the probed models computed for it."""
@@ -169,14 +172,26 @@ class Planning:
         self, holders: Sequence[str], chain: Sequence[str], output_len: int, speculation: Speculation, own: OwnRates
     ) -> ProbePlan | None:
         """The probe that goes beside this round, if any; counted. None where the planner's choice is not asked for."""
-        if speculation.mode != "auto" or self._settings.policy == "fixed":
+        if not self._is_planned(speculation):
             return None
         models = [name for name in self._settings.models if name in holders]
         probe = choose_probe(
-            self._budget, self.snapshot(), models, chain, output_len, self._settings.explore, own.examined
+            self._budget,
+            self.snapshot(),
+            models,
+            chain,
+            output_len,
+            self._settings.explore,
+            own.examined,
+            own.probed_len,
         )
         self._budget.record(probe)
+        if probe is not None:
+            own.probed_len.update(dict.fromkeys(probe.models, output_len))
         return probe
+
+    def _is_planned(self, speculation: Speculation) -> bool:
+        return speculation.mode == "auto" and self._settings.policy != "fixed"
 
     @property
     def explore_share(self) -> float:
@@ -202,12 +217,13 @@ class Planning:
         snapshot = self.snapshot()
         key = (models, shifts, missing)
         if key not in self._plans and len(self._plans) >= MOST_PLANS:
-            key = (models, (), ())
+            lacking = {name for name, _ in missing}
+            key = (tuple(name for name in models if name == models[-1] or name not in lacking), (), ())
         if key not in self._plans:
             seen = shifted(snapshot, *key[1:])
             planner = Planner(seen, self._settings.max_window)
             present = self._present.get(key)
-            chosen = keep_or_change(seen, present, planner.candidates(models)[0])
+            chosen = keep_or_change(seen, present, planner.candidates(key[0])[0])
             chosen = replace(chosen, stop_below=planner.stop_below(chosen.chain, chosen.windows))
             self.plan_changes += present is not None and present.chain != chosen.chain
             if len(self._present) >= MOST_PRESENT:

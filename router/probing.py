@@ -19,7 +19,9 @@ from router.table import ALL_ALIKE, PairEstimate, TableSnapshot
 MOST_POSITIONS = 64
 ENOUGH_SAMPLES = 64
 LEAST_POSITIONS = 16
-"""Of a request whose own rates are asked for."""
+"""That a probe must add to those already examined, but for pairs hardly known."""
+
+MOST_ROUNDS = 200.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,20 +35,25 @@ class ProbePlan:
 
 @dataclass(slots=True)
 class ProbeBudget:
-    """What was spent so far, over all requests; `last_probed` gives the number of rounds at each model's last probe."""
+    """What was spent lately, over all requests; `last_probed` gives the turn of each model's last probe."""
 
-    rounds: int = 0
-    probes: int = 0
+    rounds: float = 0.0
+    probes: float = 0.0
     rounds_s: float = 0.0
     probes_s: float = 0.0
+    turn: int = 0
     last_probed: dict[str, int] = field(default_factory=dict)
 
     def record(self, probed: ProbePlan | None) -> None:
-        """Count one round, and the probe it carried, if any."""
-        self.rounds += 1
+        """Count one round, and the probe it carried, if any. Old rounds fade: what they left over is no credit."""
+        self.rounds += 1.0
+        self.turn += 1
         if probed is not None:
-            self.probes += 1
-            self.last_probed.update((name, self.rounds) for name in probed.models)
+            self.probes += 1.0
+            self.last_probed.update((name, self.turn) for name in probed.models)
+        if self.rounds >= MOST_ROUNDS:
+            self.rounds, self.probes = self.rounds / 2.0, self.probes / 2.0
+            self.rounds_s, self.probes_s = self.rounds_s / 2.0, self.probes_s / 2.0
 
 
 def choose_probe(
@@ -57,30 +64,29 @@ def choose_probe(
     num_committed_outputs: int,
     explore: float,
     examined: Mapping[tuple[str, str], float] = MappingProxyType({}),
+    probed_len: Mapping[str, int] = MappingProxyType({}),
 ) -> ProbePlan | None:
     """The probe that this round should carry, or None.
 
     `models` are those that hold the sequence, cheapest first, target last; `num_committed_outputs` counts its output so
-    far (prompt positions are no fair sample of what is generated), `examined` the positions of it that were examined.
+    far (prompt positions are no fair sample of what is generated), `examined` the positions of it that were examined,
+    and `probed_len` up to which length of the output each model was probed.
     """
     compared = set(pairwise(chain))
     pairs = [pair for pair in snapshot.pairs if pair not in compared and set(pair) <= set(models)]
     if explore <= 0.0 or not pairs or num_committed_outputs < 1:
         return None
-    fewest = min(pairs, key=lambda pair: snapshot.pairs[pair].samples)
-    strange = [(name, models[-1]) for name in models[:-1] if (name, models[-1]) in pairs]
-    strange = [pair for pair in strange if examined.get(pair, 0.0) < _wanted_positions(snapshot.pairs[pair])]
-    if snapshot.pairs[fewest].samples < ENOUGH_SAMPLES:
-        wanted, share = fewest, explore
-    elif strange and num_committed_outputs >= LEAST_POSITIONS:
-        wanted, share = strange[0], explore
-    else:
-        wanted, share = _longest_ago(budget, pairs), explore / 2.0
-    if not _has_room(budget, share):
-        return None
+    unknown = [pair for pair in pairs if snapshot.pairs[pair].samples < ENOUGH_SAMPLES]
+    own = [(name, models[-1]) for name in models[:-1] if (name, models[-1]) in pairs]
+    strange = [pair for pair in own if examined.get(pair, 0.0) < _wanted_positions(snapshot.pairs[pair])]
+    share = explore if unknown or strange else explore / 2.0
+    wanted = _longest_ago(budget, unknown or strange or pairs)
     probed = tuple(name for name in models[:-1] if name in wanted)
-    target = snapshot.models[models[-1]]
-    return ProbePlan(probed, min(num_committed_outputs, MOST_POSITIONS), target.row_share)
+    count = min(num_committed_outputs - max(probed_len.get(name, 0) for name in probed), MOST_POSITIONS)
+    least = 1 if unknown else LEAST_POSITIONS
+    if count < least or not _has_room(budget, share):
+        return None
+    return ProbePlan(probed, count, snapshot.models[models[-1]].row_share)
 
 
 def _has_room(budget: ProbeBudget, share: float) -> bool:

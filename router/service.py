@@ -224,6 +224,8 @@ class RouterCore:
             self.stats.requests["cut" if request.cut_len is not None else "cancelled"] += 1
             if request.cut_len is not None:
                 self._send_end(request)
+        finally:
+            self.planning.record_request(request.own)
 
     async def _run(self, request: Request) -> None:
         replaces: int | None = None
@@ -291,28 +293,26 @@ class RouterCore:
         try:
             await self._rounds(request, driver)
         finally:
-            self.planning.record_request(request.own)
             for probe in request.probes:
                 probe.cancel()
 
     async def _rounds(self, request: Request, driver: RoundDriver) -> None:
         sequence = driver.sequence
-        plan = self._plan(request, sequence)
+        plan = self._plan(request, sequence, ())
         commit = await driver.prefill(self._settings.target, plan.chain[:-1])
         if not request.output:
             self.stats.first_token_s.add(self._clock() - request.arrived_s)
         self._deliver(request, sequence, commit)
         while commit.finish_reason is None:
-            plan = self._plan(request, sequence)
+            plan = self._plan(request, sequence, self._missing(sequence))
             self._start_probe(request, driver, plan)
             started_s = self._clock()
             commit = await driver.round(plan)
             request.own.end_round()
-            self._count_round(plan, self._clock() - started_s, len(commit.tokens))
+            self._count_round(request, plan, self._clock() - started_s, len(commit.tokens))
             self._deliver(request, sequence, commit)
 
-    def _plan(self, request: Request, sequence: RunningSequence) -> Plan:
-        missing = self._missing(sequence) if request.output else ()
+    def _plan(self, request: Request, sequence: RunningSequence, missing: Missing) -> Plan:
         plan = self.planning.plan(tuple(sequence.holders), request.message.speculation, request.own.shifts, missing)
         request.chain = plan.chain
         return plan
@@ -327,11 +327,11 @@ class RouterCore:
                 rows = min(rows, member.info.prompt_tokens + sequence.output_len)
             if rows > MOST_BEHIND:
                 missing.append((holder.model, ROWS_STEP * -(-rows // ROWS_STEP)))
-        return tuple(missing)
+        return tuple(sorted(missing))
 
-    def _count_round(self, plan: Plan, seconds: float, num_tokens: int) -> None:
+    def _count_round(self, request: Request, plan: Plan, seconds: float, num_tokens: int) -> None:
         self.stats.add_round(plan.chain, seconds, num_tokens)
-        self.planning.record_round(plan, seconds, num_tokens)
+        self.planning.record_round(plan, seconds, num_tokens, request.message.speculation)
 
     def _deliver(self, request: Request, sequence: RunningSequence, commit: Commit) -> None:
         if not commit.tokens:

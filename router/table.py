@@ -160,7 +160,7 @@ class _Pair:
 
 
 class RouterTable:
-    """Starts from each model's profile; a model can be added or profiled again at any time."""
+    """Starts from each model's profile; a model can be added at any time."""
 
     def __init__(self) -> None:
         self._models: dict[str, _Model] = {}

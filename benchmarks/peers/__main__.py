@@ -54,6 +54,7 @@ APPS: dict[str, list[dict[str, Any]]] = {
     "laptop": [NGRAM, TARGET],
     "int4": [INT4],
     "levels": [NGRAM, INT4_DRAFTER, TARGET],
+    "levels-fixed": [NGRAM, INT4_DRAFTER, TARGET],
 }
 OFF, AUTO = {"mode": "off"}, {"mode": "auto"}
 SERVED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -61,9 +62,9 @@ SERVED: dict[str, tuple[str, dict[str, Any]]] = {
     "adaptive": ("laptop", AUTO),
     "int4": ("int4", OFF),
     "adaptive-of-three": ("levels", AUTO),
-    "ngram-int4-bf16": ("levels", {"mode": "fixed", "chain": ["ngram", "int4", "target"]}),
+    "ngram-int4-bf16": ("levels-fixed", {"mode": "fixed", "chain": ["ngram", "int4", "target"]}),
 }
-"""SpecRelay's: app and speculation."""
+"""SpecRelay's: app and speculation. Two that draft share no app: one would have seen the other's texts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +209,8 @@ def main() -> None:
     prompts, per_category = read_prompts(arguments.prompts, tokenizer), arguments.per_category
     jobs = make_jobs(prompts, slice(per_category), arguments.at_once)
     others = make_jobs(prompts, slice(per_category, 2 * per_category), arguments.at_once)
+    if not jobs or not others:
+        parser.error(f"--prompts must hold {2 * per_category} short prompts of each of {', '.join(CATEGORIES)}")
     lengths = [len(prompt) for job in jobs for prompt in job.prompts]
     print(f"prompts: {len(lengths)}, of {min(lengths)} to {max(lengths)} tokens, {arguments.at_once} at once")
     for times in islice(measure(arguments.engines, others, jobs, arguments.tokens, arguments.keep), arguments.repeats):

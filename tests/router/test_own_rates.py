@@ -93,6 +93,15 @@ def test_a_request_is_believed_as_far_as_requests_differ(spread: float, least: f
     assert least <= dispersion.prior_positions <= most
 
 
+@pytest.mark.parametrize("length", [20, 300, 2000])
+def test_long_requests_that_differ_are_believed_as_well(length: int) -> None:
+    rng, dispersion = random.Random(5), Dispersion()
+    for _ in range(100):
+        rate = rng.choice((0.2, 0.8))
+        dispersion.observe(length, sum(rng.random() < rate for _ in range(length)))
+    assert dispersion.prior_positions <= 15.0
+
+
 def test_requests_that_differ_are_no_change_of_the_pair() -> None:
     rng, table = random.Random(5), RouterTable()
     for level, name in enumerate(PAIR, 1):
