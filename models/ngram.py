@@ -96,6 +96,8 @@ class NgramBackend:
     def _roll_back(self, sequence: _Sequence, slice_: Slice) -> None:
         """To row `start`, or on to it where the index had to make room. What is replaced was never there."""
         index, tokens = sequence.index, slice_.tokens
+        if slice_.start == 0:
+            sequence.opened.clear()  # of another sequence, which had this block before
         dropped = zip(index.tokens[slice_.start :], tokens[slice_.start :], strict=False)
         kept = next((i for i, (old, new) in enumerate(dropped) if old != new), len(index.tokens) - slice_.start)
         sequence.num_learned = min(sequence.num_learned, slice_.start + max(0, kept))

@@ -4,6 +4,7 @@ import random
 
 from kvstate.protocol import Sampling
 from models.backend import Slice
+from models.lookup import HitRates
 from models.ngram import NgramBackend
 
 
@@ -137,3 +138,10 @@ def test_hotter_samples_have_rates_of_their_own() -> None:
     hot = Slice(tokens, 0, 40, 39, 1, [1], Sampling(temperature=1.0), None, 0.5)
     assert model.forward([hot]) == [[None]]
     assert model.forward([slice_of(tokens, 0, 39, 2, 0.5)]) == [[0]]
+
+
+def test_guesses_of_an_ended_sequence_are_not_judged_by_the_next_one() -> None:
+    model = make()
+    model.forward([slice_of([7, 8, 9, 7, 8], 0, 4)])  # guesses 9 for position 5, and ends
+    model.forward([slice_of([3, 4, 5, 6, 3, 4, 5, 6], 0, 8)])  # another prompt in its block
+    assert model._rates[0].rate(("match", 2)) == HitRates().rate(("match", 2))
