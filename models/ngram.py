@@ -3,7 +3,7 @@
 No weights and no KV in the usual sense. The "KV" of a sequence is its token list with an index of bigrams, kept in one
 block that is as long as the context: so a block id names a sequence, and rows below `start` are in the index exactly
 when another backend would have them in its cache. Appending a token and rolling one back are both O(1). Only the
-sequences used last are kept; another one that returns is indexed again from its tokens (about 2 ms for 4,096).
+sequences used last are kept; another one that returns is indexed again from its tokens.
 """
 
 from collections import OrderedDict
@@ -60,7 +60,7 @@ class NgramBackend:
         self.num_blocks = num_blocks
         self._max_order = max_order
         self._memory = FollowerMemory(most_followers)
-        self._rates = {regime: HitRates() for regime in (0, 1, 2)}
+        self._rates = (HitRates(), HitRates(), HitRates())
         self._most_indexed = most_indexed
         self._sequences: OrderedDict[int, _Sequence] = OrderedDict()
 
@@ -136,5 +136,5 @@ class NgramBackend:
 
 
 def _regime(sampling: Sampling) -> int:
-    """Guesses are right less often the hotter the samples they should equal."""
+    """Index of the rates: guesses are right less often the hotter the samples they should equal."""
     return 0 if sampling.temperature == 0.0 else 1 if sampling.temperature <= 0.5 else 2

@@ -5,8 +5,7 @@ or n when all were accepted. Each examined position is one trial; trials fade wi
 at constant acceptance a the estimate's error is about sqrt(a (1 - a) / 5800).
 
 A change is noticed by comparison: the last 320 trials are kept one by one, and when some most recent part of them is
-too unlike all that came before (likelihood ratio of two rates against one), what came before is dropped. A drop from
-.9 to .1 is followed within a dozen positions, from .85 to .72 within about 200, where requests are alike. Where they
+too unlike all that came before (likelihood ratio of two rates against one), what came before is dropped. Where requests
 differ, unlike parts are no change: `Dispersion` measures by how much, and smaller changes than that are not noticed.
 """
 
@@ -23,9 +22,9 @@ _TEST_EVERY_TRIALS = 8
 _POSITION_WEIGHT = 8.0
 _LEAST_POSITIONS, _MOST_POSITIONS = 8, 60
 _MOST_DISPERSION = 20.0
-_LEAST_PRIOR_POSITIONS, _MOST_PRIOR_POSITIONS = 4.0, 200.0
+_LEAST_PRIOR_POSITIONS, MOST_PRIOR_POSITIONS = 4.0, 200.0
 _LEAST_LOG_RATIO = 7.5
-"""Measured: a false alarm per 7,000 positions at .3, none in 39,000 at .72; it costs accuracy for the next hundred."""
+"""A lower one raises false alarms, which cost accuracy until as much is learned again."""
 
 
 @dataclass(slots=True)
@@ -177,8 +176,8 @@ class Dispersion:
     def prior_positions(self) -> float:
         """How many of a request's own positions the table's rate is worth as a guess of its rate."""
         if self.ratio <= 1.0:
-            return _MOST_PRIOR_POSITIONS
-        return min(_MOST_PRIOR_POSITIONS, max(_LEAST_PRIOR_POSITIONS, self._positions / (self.ratio - 1.0)))
+            return MOST_PRIOR_POSITIONS
+        return min(MOST_PRIOR_POSITIONS, max(_LEAST_PRIOR_POSITIONS, self._positions / (self.ratio - 1.0)))
 
 
 def _log_likelihood(successes: float, trials: float) -> float:

@@ -92,10 +92,9 @@ class OwnRates:
         rounded = ((pair, STEP * round(seen.shift() / STEP)) for pair, seen in sorted(self._seen.items()))
         self.shifts = tuple((pair, max(-MOST_SHIFT, min(MOST_SHIFT, shift))) for pair, shift in rounded if shift)
 
-    @property
-    def examined(self) -> dict[Pair, float]:
-        """Positions, by pair."""
-        return {pair: seen.positions for pair, seen in self._seen.items()}
+    def positions(self, pair: Pair) -> float:
+        """That were examined."""
+        return self._seen[pair].positions if pair in self._seen else 0.0
 
     def totals(self) -> Iterator[tuple[Pair, float, float]]:
         """Pair, positions examined and accepted: over the whole request."""

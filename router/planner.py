@@ -10,7 +10,7 @@ begin alike.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, combinations, pairwise
 from operator import mul
 
@@ -57,11 +57,14 @@ class Planner:
             self._best[key] = self._search(key)
         return self._best[key]
 
-    def stop_below(self, chain: Sequence[str], windows: Sequence[int]) -> float:
-        """Where one more drafted token costs its checker as much as it saves: a row, against a token otherwise had."""
-        if len(chain) == 1:
-            return 0.0
-        return min(1.0, self._snapshot.models[chain[1]].row_ms / self.predict(chain[:2], windows[:1]))
+    def with_stop(self, plan: Plan) -> Plan:
+        """`stop_below` where one more drafted token costs its checker as much as it saves: a row, against a token
+        otherwise had.
+        """
+        if len(plan.chain) == 1:
+            return plan
+        row_ms = self._snapshot.models[plan.chain[1]].row_ms
+        return replace(plan, stop_below=min(1.0, row_ms / self.predict(plan.chain[:2], plan.windows[:1])))
 
     def candidates(self, models: Sequence[str]) -> list[Plan]:
         """The best plan of every chain from `models` (cheapest first, target last), fastest first."""

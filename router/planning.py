@@ -4,8 +4,8 @@ Plans are made over a snapshot that is at most `max_age_s` old, once per set of 
 `speculation` and the app's fixed policy come before the planner.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from kvstate.protocol import Profile, Speculation, Timing
 from router.driver import CATCH_UP
@@ -61,7 +61,7 @@ class RunRecord:
 
 @dataclass(frozen=True, slots=True)
 class RequestObserver:
-    """The driver's `Observer` of one request: all goes to the table, its acceptances to its own rates too."""
+    """The driver's `Observer` of one request, with its own rates."""
 
     planning: "Planning"
     own: OwnRates
@@ -70,16 +70,10 @@ class RequestObserver:
         self.planning.timing(holder, kind, timing, round_trip_s)
 
     def drafted(self, model: str, num_asked: int, num_drafted: int) -> None:
-        if self.own.tells_of(model):
-            self.planning.table.observe_draft(model, num_asked, num_drafted)
-        self.planning.count_draft(model, num_drafted)
+        self.planning.drafted(model, num_asked, num_drafted, self.own)
 
     def checked(self, lower: str, upper: str, num_checked: int, num_accepted: int, num_asked: int) -> None:
-        expected = self.planning.expected(lower, upper, num_checked, num_asked)
-        self.own.observe((lower, upper), num_accepted, expected, self.planning.prior_positions(lower, upper))
-        if self.own.is_telling((lower, upper)):
-            self.planning.table.observe_check(lower, upper, num_checked, num_accepted, num_asked)
-        self.planning.count_check(lower, upper, num_accepted)
+        self.planning.checked(lower, upper, num_checked, num_accepted, num_asked, self.own)
 
 
 class Planning:
@@ -102,8 +96,7 @@ class Planning:
         self.plan_changes = 0
 
     def add_model(self, name: str, profile: Profile) -> None:
-        if name not in self.table.models:
-            self.table.add_model(name, self._settings.level_of(name), profile)
+        if self.table.add_model(name, self._settings.level_of(name), profile):
             self._snapshot = None
 
     # ----------------------------------------------------------------------------------------------------- observing
@@ -116,11 +109,33 @@ class Planning:
             self.table.observe_timing(holder.model, holder.replica_id, timing, round_trip_s)
         self._stats.add_step(holder.model, kind, timing)
 
-    def count_draft(self, model: str, num_drafted: int) -> None:
+    def drafted(self, model: str, num_asked: int, num_drafted: int, own: OwnRates) -> None:
+        if own.tells_of(model):
+            self.table.observe_draft(model, num_asked, num_drafted)
         self._stats.draft_tokens[model] += num_drafted
 
-    def count_check(self, lower: str, upper: str, num_accepted: int) -> None:
+    def checked(
+        self, lower: str, upper: str, num_checked: int, num_accepted: int, num_asked: int, own: OwnRates
+    ) -> None:
+        snapshot = self.snapshot()
+        if num_asked:
+            expected = snapshot.draft_goes_on(lower, upper, num_asked)
+        else:
+            expected = [snapshot.acceptance(lower, upper)] * num_checked
+        own.observe((lower, upper), num_accepted, expected, snapshot.pairs[lower, upper].prior_positions)
+        if own.is_telling((lower, upper)):
+            self.table.observe_check(lower, upper, num_checked, num_accepted, num_asked)
         self._stats.add_check(lower, upper, num_accepted)
+
+    def probed(self, samples: Mapping[str, Sequence[int | None]], committed: Sequence[int], own: OwnRates) -> None:
+        """`samples` of each model at the positions of the `committed` tokens."""
+        snapshot, target = self.snapshot(), self._settings.target
+        for model, sampled in samples.items():
+            expected, pair = snapshot.draft_goes_on(model, target, 1), snapshot.pairs[model, target]
+            for sample, token in zip(sampled, committed, strict=True):
+                own.observe((model, target), int(sample == token), expected, pair.prior_positions)
+        if samples:
+            self.table.observe_probe({**samples, target: committed})
 
     def record_round(self, plan: Plan, seconds: float, num_tokens: int, speculation: Speculation) -> None:
         record = self.records.setdefault(plan.chain, RunRecord())
@@ -133,16 +148,6 @@ class Planning:
     def record_probe(self, busy_s: float) -> None:
         """What the probed models computed for it."""
         self._budget.probes_s += busy_s
-
-    def expected(self, lower: str, upper: str, num_checked: int, num_asked: int) -> list[float]:
-        """The table's rate of each position of a check, or of a draft of `num_asked`."""
-        snapshot = self.snapshot()
-        if num_asked:
-            return snapshot.draft_goes_on(lower, upper, num_asked)
-        return [snapshot.acceptance(lower, upper)] * num_checked
-
-    def prior_positions(self, lower: str, upper: str) -> float:
-        return self.snapshot().pairs[lower, upper].prior_positions
 
     def record_request(self, own: OwnRates) -> None:
         """It ended: what it saw tells how unlike one another requests are."""
@@ -182,8 +187,7 @@ class Planning:
             chain,
             output_len,
             self._settings.explore,
-            own.examined,
-            own.probed_len,
+            own,
         )
         self._budget.record(probe)
         if probe is not None:
@@ -224,7 +228,7 @@ class Planning:
             planner = Planner(seen, self._settings.max_window)
             present = self._present.get(key)
             chosen = keep_or_change(seen, present, planner.candidates(key[0])[0])
-            chosen = replace(chosen, stop_below=planner.stop_below(chosen.chain, chosen.windows))
+            chosen = planner.with_stop(chosen)
             self.plan_changes += present is not None and present.chain != chosen.chain
             if len(self._present) >= MOST_PRESENT:
                 self._present.clear()
@@ -241,6 +245,5 @@ class Planning:
         snapshot = self.snapshot()
         if key not in self._plans:
             planner = Planner(snapshot, self._settings.max_window)
-            best = planner.best(names)
-            self._plans[key] = replace(best, stop_below=planner.stop_below(names, best.windows))
+            self._plans[key] = planner.with_stop(planner.best(names))
         return self._plans[key]

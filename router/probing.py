@@ -4,16 +4,15 @@ A probe lets models sample at the last committed positions (at most 64), in one 
 are the committed tokens themselves, so the target is never probed. Probes take at most the share `explore` of all
 rounds and of all rounds' time: all of it while some pair has been examined at fewer than 64 positions, or where
 requests differ and it is not known yet how well a drafter suits this one; half of it else (a model that drifted must be
-noticed). One probe is allowed before the share has room for it, so that a pair unknown at
-the start is not unknown for 20 rounds; a probe that took long (a model that had not read the prompt) is paid off before
-the next.
+noticed). One probe is allowed before the share has room for it, so that a pair unknown at the start is not unknown for
+20 rounds; a probe that took long (a model that had not read the prompt) is paid off before the next.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from types import MappingProxyType
 
+from router.own_rates import OwnRates
 from router.table import ALL_ALIKE, PairEstimate, TableSnapshot
 
 MOST_POSITIONS = 64
@@ -63,26 +62,26 @@ def choose_probe(
     chain: Sequence[str],
     num_committed_outputs: int,
     explore: float,
-    examined: Mapping[tuple[str, str], float] = MappingProxyType({}),
-    probed_len: Mapping[str, int] = MappingProxyType({}),
+    own: OwnRates,
 ) -> ProbePlan | None:
     """The probe that this round should carry, or None.
 
     `models` are those that hold the sequence, cheapest first, target last; `num_committed_outputs` counts its output so
-    far (prompt positions are no fair sample of what is generated), `examined` the positions of it that were examined,
-    and `probed_len` up to which length of the output each model was probed.
+    far (prompt positions are no fair sample of what is generated), `own` what was examined of it.
     """
+    if not _has_room(budget, explore):
+        return None
     compared = set(pairwise(chain))
     pairs = [pair for pair in snapshot.pairs if pair not in compared and set(pair) <= set(models)]
     if explore <= 0.0 or not pairs or num_committed_outputs < 1:
         return None
     unknown = [pair for pair in pairs if snapshot.pairs[pair].samples < ENOUGH_SAMPLES]
-    own = [(name, models[-1]) for name in models[:-1] if (name, models[-1]) in pairs]
-    strange = [pair for pair in own if examined.get(pair, 0.0) < _wanted_positions(snapshot.pairs[pair])]
+    with_target = [(name, models[-1]) for name in models[:-1] if (name, models[-1]) in pairs]
+    strange = [pair for pair in with_target if own.positions(pair) < _wanted_positions(snapshot.pairs[pair])]
     share = explore if unknown or strange else explore / 2.0
     wanted = _longest_ago(budget, unknown or strange or pairs)
     probed = tuple(name for name in models[:-1] if name in wanted)
-    count = min(num_committed_outputs - max(probed_len.get(name, 0) for name in probed), MOST_POSITIONS)
+    count = min(num_committed_outputs - max(own.probed_len.get(name, 0) for name in probed), MOST_POSITIONS)
     least = 1 if unknown else LEAST_POSITIONS
     if count < least or not _has_room(budget, share):
         return None

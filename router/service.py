@@ -382,13 +382,7 @@ class RouterCore:
         replies = await asyncio.gather(*(driver.probe(m, probe.count, probe.stop_below) for m in probe.models))
         samples = {m: list(r.samples) for m, r in zip(probe.models, replies, strict=True) if r is not None}
         self.planning.record_probe(sum(reply.timing.busy_s for reply in replies if reply is not None))
-        for model, sampled in samples.items():
-            pair = (model, self._settings.target)
-            expected, prior_positions = self.planning.expected(*pair, 1, 1), self.planning.prior_positions(*pair)
-            for sample, token in zip(sampled, committed, strict=True):
-                own.observe(pair, int(sample == token), expected, prior_positions)
-        if samples:
-            self.planning.table.observe_probe({**samples, self._settings.target: committed})
+        self.planning.probed(samples, committed, own)
 
     def _update_members(self, members: tuple[Member, ...]) -> None:
         for member in members:

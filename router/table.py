@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvstate.protocol import Profile, Timing
-from router.acceptance import PRIOR_ACCEPTANCE, Acceptance, Dispersion, PositionRates
+from router.acceptance import MOST_PRIOR_POSITIONS, PRIOR_ACCEPTANCE, Acceptance, Dispersion, PositionRates
 from router.latency import Ewma, LatencyFit
 
 MUCH_FASTER = 0.8
@@ -75,7 +75,7 @@ class PairEstimate:
     divergence: float
     samples: int
     goes_on: tuple[float, ...] = ()
-    prior_positions: float = 200.0
+    prior_positions: float = MOST_PRIOR_POSITIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,15 +166,16 @@ class RouterTable:
         self._models: dict[str, _Model] = {}
         self._pairs: dict[tuple[str, str], _Pair] = {}
 
-    def add_model(self, name: str, level: int, profile: Profile) -> None:
-        """A known model keeps what was learned about it: a restarted replica is the same model."""
+    def add_model(self, name: str, level: int, profile: Profile) -> bool:
+        """Whether it is new. A known model keeps what was learned about it: a restarted replica is the same model."""
         if name in self._models:
-            return
+            return False
         self._models[name] = _Model(level, LatencyFit(profile))
         for other, model in self._models.items():
             if model.level != level:
                 lower, upper = (name, other) if level < model.level else (other, name)
                 self._pairs[lower, upper] = _Pair()
+        return True
 
     @property
     def models(self) -> tuple[str, ...]:

@@ -15,6 +15,14 @@ from router.table import PairEstimate, RouterTable, TableSnapshot
 PAIR = ("drafter", "target")
 
 
+def planning_of(drafter: Profile, target: Profile) -> Planning:
+    """Its clock moves on with every look, so that no snapshot is old."""
+    planning = Planning(RouterSettings(PAIR), itertools.count().__next__, RouterStats())
+    planning.add_model("drafter", drafter)
+    planning.add_model("target", target)
+    return planning
+
+
 def rounds(own: OwnRates, rng: random.Random, acceptance: float, expected: float, count: int) -> None:
     for _ in range(count):
         accepted = 0
@@ -59,9 +67,7 @@ def test_shifting_moves_the_rates_of_the_pair_and_of_no_other() -> None:
 
 
 def test_a_request_whose_drafts_fail_stops_drafting_while_others_go_on() -> None:
-    planning = Planning(RouterSettings(("drafter", "target")), itertools.count().__next__, RouterStats())
-    planning.add_model("drafter", Profile(4.0))
-    planning.add_model("target", Profile(20.0, 0.5))
+    planning = planning_of(Profile(4.0), Profile(20.0, 0.5))
     for _ in range(4):
         good, bad = RequestObserver(planning, OwnRates()), RequestObserver(planning, OwnRates())
         for _ in range(40):
@@ -120,9 +126,7 @@ def test_requests_that_differ_are_no_change_of_the_pair() -> None:
 
 def test_a_request_that_suits_a_pair_does_not_speak_for_all() -> None:
     """One in ten does, and goes on with it for long: the others are not expected to."""
-    planning = Planning(RouterSettings(PAIR), itertools.count().__next__, RouterStats())
-    for name in PAIR:
-        planning.add_model(name, Profile(1.0))
+    planning = planning_of(Profile(1.0), Profile(1.0))
     rng = random.Random(3)
     for number in range(80):
         suits, observer = number % 10 == 0, RequestObserver(planning, OwnRates())
@@ -134,9 +138,7 @@ def test_a_request_that_suits_a_pair_does_not_speak_for_all() -> None:
 
 
 def test_where_requests_are_alike_all_of_a_long_one_is_learned() -> None:
-    planning = Planning(RouterSettings(PAIR), itertools.count().__next__, RouterStats())
-    for name in PAIR:
-        planning.add_model(name, Profile(1.0))
+    planning = planning_of(Profile(1.0), Profile(1.0))
     rng = random.Random(3)
     for _ in range(40):
         observer = RequestObserver(planning, OwnRates())
@@ -147,9 +149,7 @@ def test_where_requests_are_alike_all_of_a_long_one_is_learned() -> None:
 
 
 def test_a_level_that_joins_late_must_be_worth_what_it_computes_first() -> None:
-    planning = Planning(RouterSettings(PAIR), itertools.count().__next__, RouterStats())
-    planning.add_model("drafter", Profile(4.0, 0.5))
-    planning.add_model("target", Profile(20.0, 0.5))
+    planning = planning_of(Profile(4.0, 0.5), Profile(20.0, 0.5))
     observer = RequestObserver(planning, OwnRates())
     for _ in range(100):
         observer.checked(*PAIR, 4, 2, 4)

@@ -205,11 +205,11 @@ def test_rows_have_the_contract_s_fields() -> None:
 
 def test_probes_start_at_once_prefer_unknown_pairs_and_stay_within_their_share() -> None:
     table, budget = table_of("a", "b", "c"), ProbeBudget()
-    first = choose_probe(budget, table.snapshot(), ("a", "b", "c"), ("b", "c"), 10, 0.05)
+    first = choose_probe(budget, table.snapshot(), ("a", "b", "c"), ("b", "c"), 10, 0.05, OwnRates())
     assert first == ProbePlan(("a", "b"), 10)
     taken = []
     for _ in range(1000):
-        probe = choose_probe(budget, table.snapshot(), ("a", "b", "c"), ("b", "c"), 100, 0.05)
+        probe = choose_probe(budget, table.snapshot(), ("a", "b", "c"), ("b", "c"), 100, 0.05, OwnRates())
         budget.record(probe)
         if probe is not None:
             assert probe.count == 64
@@ -239,14 +239,15 @@ def test_a_request_is_probed_soon_where_requests_differ() -> None:
         (200.0, 0.0, 20, False),
     ):
         snapshot = TableSnapshot(models, {("a", "b"): replace(pair, prior_positions=prior_positions)})
-        seen = {("a", "b"): examined}
-        probe = choose_probe(budget, snapshot, ("a", "b"), ("b",), num_outputs, 0.05, seen)
+        own = OwnRates()
+        own.observe(("a", "b"), int(examined), [0.5] * int(examined), prior_positions)
+        probe = choose_probe(budget, snapshot, ("a", "b"), ("b",), num_outputs, 0.05, own)
         assert (probe is not None) == probes
 
 
 def test_a_probe_that_took_long_is_paid_off_before_the_next() -> None:
     budget = ProbeBudget(rounds=1000, probes=1, rounds_s=10.0, probes_s=1.0)
-    asked = (table_of("a", "b").snapshot(), ("a", "b"), ("b",), 10, 0.05)
+    asked = (table_of("a", "b").snapshot(), ("a", "b"), ("b",), 10, 0.05, OwnRates())
     assert choose_probe(budget, *asked) is None
     budget.rounds_s = 20.0
     assert choose_probe(budget, *asked) is not None
@@ -254,8 +255,8 @@ def test_a_probe_that_took_long_is_paid_off_before_the_next() -> None:
 
 def test_no_probe_where_nothing_can_be_learned_or_spent() -> None:
     snapshot, budget = table_of("a", "b").snapshot(), ProbeBudget()
-    assert choose_probe(budget, snapshot, ("a", "b"), ("a", "b"), 10, 0.05) is None
-    assert choose_probe(budget, snapshot, ("b",), ("b",), 10, 0.05) is None
-    assert choose_probe(budget, snapshot, ("a", "b"), ("b",), 10, 0.0) is None
-    assert choose_probe(budget, snapshot, ("a", "b"), ("b",), 0, 0.05) is None
-    assert choose_probe(budget, snapshot, ("a", "b"), ("b",), 10, 0.05) == ProbePlan(("a",), 10)
+    assert choose_probe(budget, snapshot, ("a", "b"), ("a", "b"), 10, 0.05, OwnRates()) is None
+    assert choose_probe(budget, snapshot, ("b",), ("b",), 10, 0.05, OwnRates()) is None
+    assert choose_probe(budget, snapshot, ("a", "b"), ("b",), 10, 0.0, OwnRates()) is None
+    assert choose_probe(budget, snapshot, ("a", "b"), ("b",), 0, 0.05, OwnRates()) is None
+    assert choose_probe(budget, snapshot, ("a", "b"), ("b",), 10, 0.05, OwnRates()) == ProbePlan(("a",), 10)
