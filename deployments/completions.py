@@ -11,6 +11,7 @@ from deployments.openai_api import ApiError, ChatBody, CompletionBody, Generatio
 from deployments.router_link import RouterLink
 from kvstate.protocol import FinishReason, OpenRequest, Sampling, SpecMetrics, Speculation
 from models.tokenizer import IncrementalDetokenizer, Tokenizer, TokenizerError
+from router.classes import MOST_CHARACTERS, classify
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +63,21 @@ class Translator:
         stops = frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else self.tokenizer.stop_ids)
         sampling, stop_ids = self._sampling(body, stops), tuple(sorted(stops))
         limits = (wanted or rest, stop_ids, http.deadline_s)
-        return OpenRequest("", tuple(prompt), sampling, *limits, (), speculation, body.num_logprobs)
+        request_class = classify(self._asked(body))
+        return OpenRequest("", tuple(prompt), sampling, *limits, (), speculation, body.num_logprobs, request_class)
 
     def echo(self, body: Generation) -> str:
         """What an answer repeats of its prompt."""
         if not isinstance(body, CompletionBody) or not body.echo:
             return ""
         return body.prompt if isinstance(body.prompt, str) else self.tokenizer.decode(body.prompt)
+
+    def _asked(self, body: Generation) -> str:
+        """The text that says most about the answer."""
+        if isinstance(body, ChatBody):
+            return body.messages[-1].text
+        assert isinstance(body, CompletionBody)
+        return body.prompt if isinstance(body.prompt, str) else self.tokenizer.decode(body.prompt[-MOST_CHARACTERS:])
 
     def _sampling(self, body: Generation, stops: frozenset[int]) -> Sampling:
         return Sampling(

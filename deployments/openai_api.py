@@ -94,9 +94,12 @@ class Message(Body):
     content: str | list[TextPart]
     name: str | None = None
 
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
     def for_template(self) -> dict[str, str]:
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": self.role, "content": content} | ({} if self.name is None else {"name": self.name})
+        return {"role": self.role, "content": self.text} | ({} if self.name is None else {"name": self.name})
 
 
 class Generation(Body):

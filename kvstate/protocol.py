@@ -123,7 +123,7 @@ class OpenRequest(Message, frozen=True):
     """Start a request, or go on with one whose stream broke: then `delivered` holds the output tokens the client has.
 
     `max_tokens` counts output from its first token, delivered ones included. `logprobs`: how many likeliest tokens are
-    stated beside each output token's log-probability; −1 states none at all.
+    stated beside each output token's log-probability; −1 states none at all. `request_class`: router/classes.py.
     """
 
     request_id: str
@@ -135,6 +135,7 @@ class OpenRequest(Message, frozen=True):
     delivered: tuple[int, ...] = ()
     speculation: Speculation = Speculation()
     logprobs: int = -1
+    request_class: str = ""
 
 
 class CutRequest(Message, frozen=True):

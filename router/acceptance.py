@@ -11,7 +11,7 @@ differ, unlike parts are no change: `Dispersion` measures by how much, and small
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 PRIOR_ACCEPTANCE = 0.5
@@ -20,6 +20,7 @@ HALF_LIFE_POSITIONS = 2000.0
 _RECENT_TRIALS = 320
 _TEST_EVERY_TRIALS = 8
 _POSITION_WEIGHT = 8.0
+_ASSOCIATION_POSITIONS = 32.0
 _LEAST_POSITIONS, _MOST_POSITIONS = 8, 60
 _MOST_DISPERSION = 20.0
 _LEAST_PRIOR_POSITIONS, MOST_PRIOR_POSITIONS = 4.0, 200.0
@@ -113,6 +114,32 @@ class Acceptance:
 
 
 @dataclass(slots=True)
+class Association:
+    """Whether three levels' errors fall together, from positions at which it was seen if the second's token equals the
+    first's and if the third's equals the second's.
+    """
+
+    _both: FadingCount = field(default_factory=FadingCount)
+    _first: FadingCount = field(default_factory=FadingCount)
+    _second: FadingCount = field(default_factory=FadingCount)
+
+    def observe(self, first_equal: bool, second_equal: bool) -> None:
+        self._both.add(first_equal and second_equal, 1)
+        self._first.add(first_equal, 1)
+        self._second.add(second_equal, 1)
+
+    @property
+    def strength(self) -> float:
+        """0: independent; 1: both are equal as often as the two shares allow; −1: as seldom as they allow."""
+        first, second = (count.rate_from(0.0, 1e-9) for count in (self._first, self._second))
+        joint = self._both.rate_from(first * second, _ASSOCIATION_POSITIONS)
+        apart = joint - first * second
+        bound = min(first, second) if apart > 0.0 else max(0.0, first + second - 1.0)
+        widest = abs(bound - first * second)
+        return max(-1.0, min(1.0, apart / widest)) if widest > 1e-9 else 0.0
+
+
+@dataclass(slots=True)
 class PositionRates:
     """How often one more token follows when `j` did, for each j: real drafts come in runs, all right or none.
 
@@ -129,6 +156,11 @@ class PositionRates:
         for j in range(examined):
             self._positions[j].dispersion = dispersion
             self._positions[j].observe(int(j < num_tokens), 1)
+
+    def rates_from(self, others: Sequence[float], weight: float) -> Iterator[float]:
+        """Each position's from what others say of it, the last of them of all further on, counting `weight` trials."""
+        for j, position in enumerate(self._positions):
+            yield position.rate_from(others[min(j, len(others) - 1)], weight)
 
     def rates(self, base: float) -> Iterator[float]:
         """Of as many positions as were examined."""

@@ -27,6 +27,7 @@ from kvstate.protocol import (
     Timing,
     Verdict,
 )
+from router.checks import CheckSeen, Kind, kinds_of
 from router.links import Outbound, ReplicaLost, StepCalls
 from router.planner import Plan
 from router.sequence import Holder, Limits, RunningSequence, TargetCounts
@@ -50,9 +51,7 @@ class Observer(Protocol):
 
     def drafted(self, model: str, num_asked: int, num_drafted: int) -> None: ...
 
-    def checked(self, lower: str, upper: str, num_checked: int, num_accepted: int, num_asked: int) -> None:
-        """`num_asked`: how many tokens the draft was asked for; 0 where the tokens checked are not one draft."""
-        ...
+    def checked(self, seen: CheckSeen) -> None: ...
 
 
 class TargetLost(Exception):
@@ -147,17 +146,22 @@ class RoundDriver:
         if len(chain) == 1:
             return await self._verified(chain[0], [], 0)
         held: list[list[int]] = [[] for _ in chain]
+        kinds: list[list[Kind]] = [[] for _ in chain]
         while True:
             num_asked = max(0, min(windows[0], self._room(held)))
             held[1] = await self._drafted(chain[0], held, num_asked, plan.stop_below)
             level = 1
             while True:
-                asked_of_draft = num_asked if level == 1 else 0
-                verified = await self._verified(chain[level], held, level, chain[level - 1], asked_of_draft)
+                num_checked = len(held[level])
+                verified = await self._verified(chain[level], held, level)
+                num_accepted = len(verified) - 1
+                below = (0, chain[level - 2], tuple(kinds[level])) if level > 1 else (num_asked,)
+                self._observer.checked(CheckSeen(chain[level - 1], chain[level], num_checked, num_accepted, *below))
                 if level == len(chain) - 1:
                     return verified
-                held[level] = []
+                held[level], kinds[level] = [], []
                 held[level + 1].extend(verified)
+                kinds[level + 1].extend(kinds_of(num_checked, num_accepted))
                 if len(held[level + 1]) < windows[level] and self._worth_more(held, verified):
                     break
                 level += 1
@@ -179,10 +183,8 @@ class RoundDriver:
         self._observer.drafted(model, count, len(reply.tokens))
         return list(reply.tokens)
 
-    async def _verified(
-        self, model: str, held: Sequence[Sequence[int]], level: int, lower: str | None = None, num_asked: int = 0
-    ) -> list[int]:
-        """What `model` keeps of `held[level]`, and its own token; `num_asked` as in `Observer.checked`."""
+    async def _verified(self, model: str, held: Sequence[Sequence[int]], level: int) -> list[int]:
+        """What `model` keeps of `held[level]`, and its own token."""
         checked = held[level] if held else []
         tokens = self._context(held, level)
         is_target = level == max(len(held) - 1, 0)
@@ -193,8 +195,6 @@ class RoundDriver:
         if is_target:
             self.counts.add(len(checked), reply.num_accepted)
             self._logprobs = reply.logprobs
-        if lower is not None:
-            self._observer.checked(lower, model, len(checked), reply.num_accepted, num_asked)
         return [*checked[: reply.num_accepted], reply.own_token]
 
     def _context(self, held: Sequence[Sequence[int]], level: int) -> list[int]:

@@ -10,9 +10,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from router.table import ALL_ALIKE, TableSnapshot
+from router.snapshot import ALL_ALIKE, EVERY, Context, Pair, TableSnapshot
 
-Pair = tuple[str, str]
 Shifts = tuple[tuple[Pair, float], ...]
 """In log-odds, by pair, sorted; pairs that are as the table says are not named."""
 
@@ -62,6 +61,7 @@ class OwnRates:
     probe.
     """
 
+    context: Context = EVERY
     shifts: Shifts = ()
     probed_len: dict[str, int] = field(default_factory=dict)
     _seen: dict[Pair, _Seen] = field(default_factory=dict)
@@ -112,7 +112,7 @@ def shifted(snapshot: TableSnapshot, shifts: Shifts, missing: Missing = ()) -> T
     models = dict(snapshot.models)
     for name, num_rows in missing:
         models[name] = replace(models[name], join_ms=num_rows * models[name].per_token_ms / JOIN_TOKENS)
-    return TableSnapshot(models, pairs)
+    return replace(snapshot, models=models, pairs=pairs)
 
 
 def _shift(rate: float, log_odds: float) -> float:

@@ -2,20 +2,21 @@
 
 A production of level i (router/renewal.py) costs its calls of the level below, one batch of E[L] + 1 rows and one hop.
 When a level accepts all it held, the levels below it lack one row more than otherwise (the level's own token), which
-is added there. Exact where positions are independent; that errors of several levels fall together is not modelled.
+is added there. That errors of levels fall together is known for three levels that follow one another: how often the
+third accepts what the second accepted from the first. Positions are taken to be independent, but for a draft's.
 
 The search: every subset of the levels that ends in the target; per chain, the last window is found by one sweep and the
-others by hill climbing from the best windows of the chain without its target. Productions are shared by all chains that
-begin alike.
+others by hill climbing, from the windows that were best before, else from the best ones of the chain without its
+target. Productions are shared by all chains that begin alike.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, combinations, pairwise
 from operator import mul
 
-from router.renewal import Production, checked_survival, delivered, sweep
-from router.table import TableSnapshot
+from router.renewal import Production, checked, sweep
+from router.snapshot import TableSnapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +33,26 @@ class Plan:
     stop_below: float = 0.0
 
 
-class Planner:
-    """Plans over one snapshot; keeps every production it computed, so make a new one for a new snapshot."""
+Chain = tuple[str, ...]
+Windows = tuple[int, ...]
 
-    def __init__(self, snapshot: TableSnapshot, max_window: int) -> None:
+
+class Planner:
+    """Plans over one snapshot; keeps every production it computed, so make a new one for a new snapshot.
+
+    `found`: the best windows of each chain by planners before, where the search begins; it is kept up to date.
+    """
+
+    def __init__(
+        self, snapshot: TableSnapshot, max_window: int, found: MutableMapping[Chain, Windows] | None = None
+    ) -> None:
         assert max_window >= 1, "a window holds at least one token"
         self._snapshot = snapshot
         self._max_window = max_window
-        self._productions: dict[tuple[tuple[str, ...], tuple[int, ...]], Production] = {}
-        self._best: dict[tuple[str, ...], Plan] = {}
+        self._found: MutableMapping[Chain, Windows] = {} if found is None else found
+        self._productions: dict[tuple[Chain, Windows], Production] = {}
+        self._best: dict[Chain, Plan] = {}
+        self._costs: dict[Chain, _CheckCost] = {}
 
     def predict(self, chain: Sequence[str], windows: Sequence[int]) -> float:
         """Mean time per committed token in ms."""
@@ -54,7 +66,8 @@ class Planner:
         """The best windows of one chain."""
         key = tuple(chain)
         if key not in self._best:
-            self._best[key] = self._search(key)
+            self._best[key] = best = self._search(key)
+            self._found[key] = best.windows
         return self._best[key]
 
     def with_stop(self, plan: Plan) -> Plan:
@@ -84,7 +97,8 @@ class Planner:
             return Plan(chain, (), self._alone_ms(chain[0]))
         if len(chain) == 2:
             return min((self._plan(chain, (w,)) for w in self._all_windows()), key=lambda p: p.predicted_ms_per_token)
-        best = self._best_last_window(chain, self.best(chain[:-1]).windows)
+        begin = self._found[chain][:-1] if chain in self._found else self.best(chain[:-1]).windows
+        best = self._best_last_window(chain, begin)
         tried = {best.windows[:-1]}
         while (better := self._first_better(best, tried)) is not None:
             best = better
@@ -99,7 +113,7 @@ class Planner:
                     return plan
         return None
 
-    def _steps(self, windows: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    def _steps(self, windows: Windows) -> Iterator[tuple[int, ...]]:
         for i, window in enumerate(windows):
             for changed in (window - 1, window + 1):
                 if 1 <= changed <= self._max_window:
@@ -108,54 +122,57 @@ class Planner:
     def _all_windows(self) -> range:
         return range(1, self._max_window + 1)
 
-    def _plan(self, chain: tuple[str, ...], windows: tuple[int, ...]) -> Plan:
+    def _plan(self, chain: Chain, windows: Windows) -> Plan:
         return Plan(chain, windows, self.predict(chain, windows))
 
-    def _best_last_window(self, chain: tuple[str, ...], inner: tuple[int, ...]) -> Plan:
+    def _best_last_window(self, chain: Chain, inner: Windows) -> Plan:
         """All values of the last window at once: only means are needed at the target."""
         lower = self._production(chain[:-1], inner)
-        acceptance = self._snapshot.acceptance(chain[-2], chain[-1])
-        means = sweep(lower, acceptance, self._max_window)
+        means = sweep(lower, self._snapshot.rates(*chain[-3:]), self._max_window)
+        check = self._check_cost(chain)
         best_ms, best_window = float("inf"), 1
-        for i, (calls, held, equal) in enumerate(zip(means.calls, means.held_tokens, means.all_equal, strict=True)):
-            time_ms = calls * lower.time_ms + self._check_ms(chain, held, equal)
-            ms_per_token = time_ms / delivered(acceptance, equal, held)
-            if ms_per_token < best_ms:
-                best_ms, best_window = ms_per_token, i + 1
+        for i, delivered in enumerate(means.delivered):
+            time_ms = means.calls[i] * lower.time_ms + check.of(means.held_tokens[i], means.all_kept[i])
+            if time_ms / delivered < best_ms:
+                best_ms, best_window = time_ms / delivered, i + 1
         return Plan(chain, (*inner, best_window), best_ms + self._join_ms(chain))
 
-    def _production(self, chain: tuple[str, ...], windows: tuple[int, ...]) -> Production:
+    def _production(self, chain: Chain, windows: Windows) -> Production:
         key = (chain, windows)
         if key not in self._productions:
             self._productions[key] = self._first_check(chain, windows[0]) if len(chain) == 2 else self._collected(*key)
         return self._productions[key]
 
-    def _first_check(self, chain: tuple[str, ...], window: int) -> Production:
+    def _first_check(self, chain: Chain, window: int) -> Production:
         """Level 2 checks exactly what one draft brought: `window` tokens, or fewer where the drafter had no guess."""
         drafter = self._snapshot.models[chain[0]]
         goes_on = self._snapshot.draft_goes_on(chain[0], chain[1], window)
         continues = [max(pair) for pair in zip(self._snapshot.draft_continues(chain[0], window), goes_on, strict=True)]
         reached = tuple(accumulate(continues, mul, initial=1.0))
-        survival = tuple(accumulate(goes_on, mul, initial=1.0))
+        accepted = tuple(accumulate(goes_on, mul, initial=1.0))
         draft_ms = sum(reached[:-1]) * drafter.batch_ms(1.0) + drafter.call_ms
-        all_equal = survival[-1] + sum(
-            accepted * min(1.0 - more_drafted, 1.0 - more_accepted)
-            for accepted, more_drafted, more_accepted in zip(survival, continues, goes_on, strict=False)
-        )
-        return Production(survival, draft_ms + self._check_ms(chain, sum(reached[1:]), all_equal))
+        ended = [
+            so_far * min(1.0 - more_drafted, 1.0 - more_accepted)
+            for so_far, more_drafted, more_accepted in zip(accepted, continues, goes_on, strict=False)
+        ]
+        extended = (*ended, accepted[-1])
+        corrected = [so_far - more - end for so_far, more, end in zip(accepted, accepted[1:], ended, strict=False)]
+        check_ms = self._check_cost(chain).of(sum(reached[1:]), sum(extended))
+        return Production((*corrected, 0.0), extended, draft_ms + check_ms)
 
-    def _collected(self, chain: tuple[str, ...], windows: tuple[int, ...]) -> Production:
+    def _collected(self, chain: Chain, windows: Windows) -> Production:
         lower = self._production(chain[:-1], windows[:-1])
-        acceptance = self._snapshot.acceptance(chain[-2], chain[-1])
-        means = sweep(lower, acceptance, windows[-1])
-        time_ms = means.calls[-1] * lower.time_ms + self._check_ms(chain, means.held_tokens[-1], means.all_equal[-1])
-        return Production(checked_survival(lower, acceptance, windows[-1]), time_ms)
+        rates = self._snapshot.rates(*chain[-3:])
+        means = sweep(lower, rates, windows[-1])
+        check_ms = self._check_cost(chain).of(means.held_tokens[-1], means.all_kept[-1])
+        return checked(lower, rates, windows[-1], means.calls[-1] * lower.time_ms + check_ms)
 
-    def _check_ms(self, chain: tuple[str, ...], held_tokens: float, all_equal: float) -> float:
-        """One check by the last of `chain`, with the rows that full acceptance costs the levels below it."""
-        checker = self._snapshot.models[chain[-1]]
-        catch_up_ms = all_equal * sum(self._snapshot.models[name].row_ms for name in chain[:-1])
-        return checker.batch_ms(held_tokens + 1.0) + checker.call_ms + catch_up_ms
+    def _check_cost(self, chain: Chain) -> "_CheckCost":
+        if chain not in self._costs:
+            checker = self._snapshot.models[chain[-1]]
+            catch_up_ms = sum(self._snapshot.models[name].row_ms for name in chain[:-1])
+            self._costs[chain] = _CheckCost(checker.batch_ms(1.0) + checker.call_ms, checker.row_ms, catch_up_ms)
+        return self._costs[chain]
 
     def _join_ms(self, chain: Sequence[str]) -> float:
         return sum(self._snapshot.models[name].join_ms for name in chain)
@@ -163,6 +180,18 @@ class Planner:
     def _alone_ms(self, target: str) -> float:
         cost = self._snapshot.models[target]
         return cost.batch_ms(1.0) + cost.call_ms
+
+
+@dataclass(frozen=True, slots=True)
+class _CheckCost:
+    """One check by the last of a chain; `catch_up_ms`: the rows that full acceptance costs the levels below it."""
+
+    call_ms: float
+    row_ms: float
+    catch_up_ms: float
+
+    def of(self, held_tokens: float, all_kept: float) -> float:
+        return self.call_ms + self.row_ms * held_tokens + self.catch_up_ms * all_kept
 
 
 def predict(snapshot: TableSnapshot, chain: Sequence[str], windows: Sequence[int]) -> float:

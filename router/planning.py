@@ -8,13 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvstate.protocol import Profile, Speculation, Timing
+from router.checks import CheckSeen
 from router.driver import CATCH_UP
 from router.own_rates import Missing, OwnRates, Shifts, shifted
 from router.planner import Plan, Planner, keep_or_change
 from router.probing import ProbeBudget, ProbePlan, choose_probe
 from router.sequence import Holder
+from router.snapshot import EVERY, Context, TableSnapshot
 from router.stats import RouterStats
-from router.table import RouterTable, TableSnapshot
+from router.table import RouterTable
 
 MOST_PRESENT = 1024
 MOST_PLANS = 32
@@ -72,8 +74,8 @@ class RequestObserver:
     def drafted(self, model: str, num_asked: int, num_drafted: int) -> None:
         self.planning.drafted(model, num_asked, num_drafted, self.own)
 
-    def checked(self, lower: str, upper: str, num_checked: int, num_accepted: int, num_asked: int) -> None:
-        self.planning.checked(lower, upper, num_checked, num_accepted, num_asked, self.own)
+    def checked(self, seen: CheckSeen) -> None:
+        self.planning.checked(seen, self.own)
 
 
 class Planning:
@@ -89,6 +91,8 @@ class Planning:
         self._budget = ProbeBudget()
         self._snapshot: TableSnapshot | None = None
         self._snapshot_s = 0.0
+        self._by_context: dict[Context, TableSnapshot] = {}
+        self._found: dict[tuple[str, ...], tuple[int, ...]] = {}
         self._plans: dict[tuple[object, ...], Plan] = {}
         self._present: dict[tuple[object, ...], Plan] = {}
         self.table = RouterTable()
@@ -114,28 +118,22 @@ class Planning:
             self.table.observe_draft(model, num_asked, num_drafted)
         self._stats.draft_tokens[model] += num_drafted
 
-    def checked(
-        self, lower: str, upper: str, num_checked: int, num_accepted: int, num_asked: int, own: OwnRates
-    ) -> None:
-        snapshot = self.snapshot()
-        if num_asked:
-            expected = snapshot.draft_goes_on(lower, upper, num_asked)
-        else:
-            expected = [snapshot.acceptance(lower, upper)] * num_checked
-        own.observe((lower, upper), num_accepted, expected, snapshot.pairs[lower, upper].prior_positions)
-        if own.is_telling((lower, upper)):
-            self.table.observe_check(lower, upper, num_checked, num_accepted, num_asked)
-        self._stats.add_check(lower, upper, num_accepted)
+    def checked(self, seen: CheckSeen, own: OwnRates) -> None:
+        snapshot, pair = self._seen_in(own.context), (seen.lower, seen.upper)
+        own.observe(pair, seen.num_accepted, snapshot.expected(seen), snapshot.pairs[pair].prior_positions)
+        if own.is_telling(pair):
+            self.table.observe_check(seen, own.context)
+        self._stats.add_check(*pair, seen.num_accepted)
 
     def probed(self, samples: Mapping[str, Sequence[int | None]], committed: Sequence[int], own: OwnRates) -> None:
         """`samples` of each model at the positions of the `committed` tokens."""
-        snapshot, target = self.snapshot(), self._settings.target
+        snapshot, target = self._seen_in(own.context), self._settings.target
         for model, sampled in samples.items():
             expected, pair = snapshot.draft_goes_on(model, target, 1), snapshot.pairs[model, target]
             for sample, token in zip(sampled, committed, strict=True):
                 own.observe((model, target), int(sample == token), expected, pair.prior_positions)
         if samples:
-            self.table.observe_probe({**samples, target: committed})
+            self.table.observe_probe({**samples, target: committed}, own.context)
 
     def record_round(self, plan: Plan, seconds: float, num_tokens: int, speculation: Speculation) -> None:
         record = self.records.setdefault(plan.chain, RunRecord())
@@ -152,17 +150,22 @@ class Planning:
     def record_request(self, own: OwnRates) -> None:
         """It ended: what it saw tells how unlike one another requests are."""
         for pair, num_positions, num_accepted in own.totals():
-            self.table.observe_request(pair, num_positions, num_accepted)
+            self.table.observe_request(pair, num_positions, num_accepted, own.context)
 
     # ------------------------------------------------------------------------------------------------------ choosing
 
     def plan(
-        self, holders: Sequence[str], speculation: Speculation, shifts: Shifts = (), missing: Missing = ()
+        self,
+        holders: Sequence[str],
+        speculation: Speculation,
+        shifts: Shifts = (),
+        missing: Missing = (),
+        context: Context = EVERY,
     ) -> Plan:
         """The plan of the next round over models that hold the sequence (any order; the target is one).
 
-        `shifts`: how the request differs from what the table says of all (router/own_rates.py); `missing`: what models
-        that it could use would have to compute before.
+        `shifts`: how the request differs from what the table says of its context (router/own_rates.py); `missing`: what
+        models that it could use would have to compute before.
         """
         models = tuple(name for name in self._settings.models if name in holders)
         if speculation.mode == "off":
@@ -171,7 +174,7 @@ class Planning:
             return self._fixed(models, speculation.chain, speculation.windows)
         if self._settings.policy == "fixed":
             return self._fixed(models, self._settings.chain, self._settings.windows)
-        return self._adaptive(models, shifts, missing)
+        return self._adaptive(models, shifts, missing, context)
 
     def choose_probe(
         self, holders: Sequence[str], chain: Sequence[str], output_len: int, speculation: Speculation, own: OwnRates
@@ -182,7 +185,7 @@ class Planning:
         models = [name for name in self._settings.models if name in holders]
         probe = choose_probe(
             self._budget,
-            self.snapshot(),
+            self._seen_in(own.context),
             models,
             chain,
             output_len,
@@ -207,7 +210,14 @@ class Planning:
         if self._snapshot is None or now - self._snapshot_s > self._max_age_s:
             self._snapshot, self._snapshot_s = self.table.snapshot(), now
             self._plans.clear()
+            self._by_context.clear()
         return self._snapshot
+
+    def _seen_in(self, context: Context) -> TableSnapshot:
+        snapshot = self.snapshot()
+        if context not in self._by_context:
+            self._by_context[context] = snapshot.seen_in(context)
+        return self._by_context[context]
 
     def candidates(self) -> list[Plan]:
         """Every chain of the models known so far with its best windows, fastest first."""
@@ -215,17 +225,17 @@ class Planning:
         models = [name for name in self._settings.models if name in snapshot.models]
         if self._settings.target not in models:
             return []
-        return Planner(snapshot, self._settings.max_window).candidates(models)
+        return Planner(snapshot, self._settings.max_window, self._found).candidates(models)
 
-    def _adaptive(self, models: tuple[str, ...], shifts: Shifts, missing: Missing) -> Plan:
-        snapshot = self.snapshot()
-        key = (models, shifts, missing)
+    def _adaptive(self, models: tuple[str, ...], shifts: Shifts, missing: Missing, context: Context) -> Plan:
+        snapshot = self._seen_in(context)
+        key = (models, shifts, missing, context)
         if key not in self._plans and len(self._plans) >= MOST_PLANS:
             lacking = {name for name, _ in missing}
-            key = (tuple(name for name in models if name == models[-1] or name not in lacking), (), ())
+            key = (tuple(name for name in models if name == models[-1] or name not in lacking), (), (), context)
         if key not in self._plans:
-            seen = shifted(snapshot, *key[1:])
-            planner = Planner(seen, self._settings.max_window)
+            seen = shifted(snapshot, key[1], key[2])
+            planner = Planner(seen, self._settings.max_window, self._found)
             present = self._present.get(key)
             chosen = keep_or_change(seen, present, planner.candidates(key[0])[0])
             chosen = planner.with_stop(chosen)

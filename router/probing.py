@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from router.own_rates import OwnRates
-from router.table import ALL_ALIKE, PairEstimate, TableSnapshot
+from router.snapshot import ALL_ALIKE, PairEstimate, TableSnapshot
 
 MOST_POSITIONS = 64
 ENOUGH_SAMPLES = 64

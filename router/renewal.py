@@ -1,20 +1,25 @@
 """The mathematics of nested rounds: how many tokens a level delivers per call, and at what cost.
 
-Letters: a *production* of a level is what one call delivers; p(k) is the probability that the lower level's
-production has k tokens (k ≥ 1), μ its mean; w the window of the level above; a its acceptance of the lower level's
-tokens, independent from position to position. The level above collects productions until it holds L ≥ w tokens.
-Afterwards all lower levels start afresh, so collecting is a renewal process, and with u(s) = Σ p(k) u(s − k), u(0) =
-1 (the chance that the sum ever is s) everything follows without simulation:
+A *production* of a level is what one call delivers: tokens of the level below that it kept, and one of its own, which
+replaces the first that it rejected (`corrected`) or follows when it kept them all (`extended`). The level above
+collects productions until it holds L ≥ w tokens, w being its window, and checks them. It keeps tokens of the three
+kinds with unlike probabilities (`Rates`), independent from position to position. Afterwards all lower levels start
+afresh, so collecting is a renewal process and everything follows without simulation. With p(k) the probability of a
+production of k tokens, μ their mean, G(k) the probability that it has k and all are kept, H(j) that its first j are:
 
-    calls      C(w) = Σ_{s<w} u(s)                         tokens held    E[L] = μ C(w)  (Wald)
-    all equal  A(w) = E[a^L] = Σ p(k) a^k A(w − k), A(≤ 0) = 1
-    delivered  E = Σ_{j=0}^{L} a^j = (1 − a A(w)) / (1 − a)
-    exactly    P(delivered > j) = a^j P(L ≥ j),  P(L ≥ j) = Σ_{s<w} u(s) P(k ≥ j − s) for j ≥ w
+    u(s) = Σ p(k) u(s − k), u(0) = 1      P(the sum of productions ever is s)
+    v(s) = Σ G(k) v(s − k), v(0) = 1      the same, and all of them are kept
+    calls      C(w) = Σ_{s<w} u(s)                     tokens held   E[L] = μ C(w)  (Wald)
+    delivered  E = 1 + (Σ_j H(j)) Σ_{s<w} v(s)         all kept      Σ_{s<w} v(s) Σ_{k ≥ w−s} G(k)
+    exactly    P(delivered > j) = Σ_{s<w} v(s) H(j − s),  P(all L kept) = Σ_{s<w} v(s) G(L − s)
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from operator import mul
+
+from router.checks import Kind
 
 NEGLIGIBLE = 1e-6
 """Productions are cut where a longer one is this unlikely."""
@@ -22,14 +27,36 @@ NEGLIGIBLE = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Production:
-    """What one call delivers: `survival[j]` = P(more than j tokens), `time_ms` with everything below it."""
+    """`corrected[k]`, `extended[k]`: the probability of k kept tokens and an own one of that kind; `time_ms` of a call
+    with everything below it.
+    """
 
-    survival: tuple[float, ...]
+    corrected: tuple[float, ...]
+    extended: tuple[float, ...]
     time_ms: float
 
     @property
+    def masses(self) -> list[float]:
+        """p(1), p(2), …"""
+        return [a + b for a, b in zip(self.corrected, self.extended, strict=True)]
+
+    @property
     def mean_tokens(self) -> float:
-        return sum(self.survival)
+        return sum((k + 1) * mass for k, mass in enumerate(self.masses))
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """With which probability the level above keeps a token of each kind."""
+
+    kept: float
+    corrected: float
+    extended: float
+
+    def of(self, kind: Kind) -> float:
+        if kind is Kind.KEPT:
+            return self.kept
+        return self.corrected if kind is Kind.CORRECTED else self.extended
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,60 +65,68 @@ class Sweep:
 
     calls: tuple[float, ...]
     held_tokens: tuple[float, ...]
-    all_equal: tuple[float, ...]
+    delivered: tuple[float, ...]
+    all_kept: tuple[float, ...]
 
 
-def sweep(lower: Production, acceptance: float, max_window: int) -> Sweep:
-    """C(w), E[L] and A(w) for w = 1 … `max_window`, in O(max_window²)."""
-    tail = lower.survival
-    pmf = masses(tail)[:max_window]
-    scaled = [mass * acceptance ** (k + 1) for k, mass in enumerate(pmf)]
-    beyond = _all_scaled(tail, acceptance)
-    calls: list[float] = []
-    equal: list[float] = []
-    for w in range(1, max_window + 1):
-        reversed_calls, reversed_equal = calls[::-1], equal[::-1]
-        calls.append(1.0 + sum(map(mul, pmf, reversed_calls)))
-        beyond -= scaled[w - 2] if 2 <= w <= len(scaled) + 1 else 0.0
-        equal.append(max(0.0, beyond) + sum(map(mul, scaled, reversed_equal)))
+def sweep(lower: Production, rates: Rates, max_window: int) -> Sweep:
+    """In O(`max_window`²)."""
+    masses = lower.masses
+    all_kept = _all_kept(lower, rates)
+    calls = tuple(accumulate(_renewals(masses, max_window)))
+    kept_sums = _renewals(all_kept, max_window)
+    most_kept = sum(_first_kept(masses, all_kept, rates))
+    beyond = _tails(all_kept, max_window)
     mean = lower.mean_tokens
-    return Sweep(tuple(calls), tuple(mean * c for c in calls), tuple(equal))
+    return Sweep(
+        calls,
+        tuple(mean * c for c in calls),
+        tuple(1.0 + most_kept * reached for reached in accumulate(kept_sums)),
+        tuple(sum(map(mul, kept_sums, beyond[w::-1])) for w in range(max_window)),
+    )
 
 
-def delivered(acceptance: float, all_equal: float, held_tokens: float) -> float:
-    """Mean tokens that a check delivers, its own token included."""
-    if acceptance > 1.0 - 1e-9:
-        return held_tokens + 1.0
-    return (1.0 - acceptance * all_equal) / (1.0 - acceptance)
-
-
-def checked_survival(lower: Production, acceptance: float, window: int) -> tuple[float, ...]:
-    """P(a check of everything held delivers more than j tokens), for j = 0, 1, …"""
-    tail = lower.survival
-    reach = _reach(masses(tail), window)
-    survival = [acceptance**j for j in range(window + 1)]
-    longest = window - 1 + len(tail)
-    for j in range(window + 1, longest + 1):
-        held = sum(reach[s] * tail[j - s - 1] for s in range(max(0, j - len(tail)), window))
-        probability = acceptance**j * held
-        if probability < NEGLIGIBLE:
+def checked(lower: Production, rates: Rates, window: int, time_ms: float) -> Production:
+    """What a check of everything held delivers."""
+    masses = lower.masses
+    all_kept = _all_kept(lower, rates)
+    kept_sums = _renewals(all_kept, window)
+    first_kept = _first_kept(masses, all_kept, rates)
+    more, corrected, extended = 1.0, [], []
+    for held in range(window + len(masses)):
+        ends = range(max(0, held - len(masses)), min(held, window))  # of the productions before the last
+        all_of = sum(kept_sums[s] * all_kept[held - s - 1] for s in ends) if held >= window else 0.0
+        ends = range(max(0, held + 1 - len(masses)), min(held + 1, window))
+        longer = sum(kept_sums[s] * first_kept[held - s] for s in ends)
+        corrected.append(max(0.0, more - longer - all_of))
+        extended.append(all_of)
+        more = longer
+        if more < NEGLIGIBLE:
             break
-        survival.append(probability)
-    return tuple(survival)
+    return Production(tuple(corrected), tuple(extended), time_ms)
 
 
-def masses(survival: Sequence[float]) -> list[float]:
-    """p(1), p(2), … from P(k > 0), P(k > 1), …"""
-    return [survival[j] - (survival[j + 1] if j + 1 < len(survival) else 0.0) for j in range(len(survival))]
+def _all_kept(lower: Production, rates: Rates) -> list[float]:
+    """G(1), G(2), …"""
+    kinds = zip(lower.corrected, lower.extended, strict=True)
+    return [rates.kept**k * (rates.corrected * a + rates.extended * b) for k, (a, b) in enumerate(kinds)]
 
 
-def _reach(pmf: Sequence[float], window: int) -> list[float]:
-    """u(0) … u(window − 1)."""
-    reach = [1.0]
-    for _ in range(1, window):
-        reach.append(sum(map(mul, pmf, reversed(reach))))
-    return reach
+def _first_kept(masses: Sequence[float], all_kept: Sequence[float], rates: Rates) -> list[float]:
+    """H(1), H(2), …"""
+    longer = _tails(masses, len(masses) + 1)[1:]
+    return [rates.kept ** (k + 1) * more + whole for k, (more, whole) in enumerate(zip(longer, all_kept, strict=True))]
 
 
-def _all_scaled(survival: Sequence[float], acceptance: float) -> float:
-    return sum(mass * acceptance ** (k + 1) for k, mass in enumerate(masses(survival)))
+def _tails(masses: Sequence[float], count: int) -> list[float]:
+    """Sums of the masses from the first, second, … on."""
+    tails = [*accumulate(reversed(masses))][::-1]
+    return [*tails[:count], *[0.0] * (count - len(tails))]
+
+
+def _renewals(masses: Sequence[float], count: int) -> list[float]:
+    """The probability that a sum of draws from `masses` ever is 0, 1, … `count` − 1."""
+    reached = [1.0]
+    for _ in range(1, count):
+        reached.append(sum(map(mul, masses, reversed(reached))))
+    return reached

@@ -34,6 +34,7 @@ from kvstate.protocol import (
     SpecMetrics,
     Verdict,
 )
+from router.classes import context_of
 from router.driver import MOST_BEHIND, Commit, RoundDriver, TargetLost
 from router.links import Outbound, StepCalls
 from router.own_rates import Missing, OwnRates
@@ -67,13 +68,13 @@ class Request:
     message: OpenRequest
     deadline_s: float
     output: list[int]
+    own: OwnRates
     counts: TargetCounts = field(default_factory=TargetCounts)
     chain: tuple[str, ...] = ()
     sequence: RunningSequence | None = None
     task: asyncio.Task[None] | None = None
     cut_len: int | None = None
     probes: set[asyncio.Task[None]] = field(default_factory=set)
-    own: OwnRates = field(default_factory=OwnRates)
 
     @property
     def arrived_s(self) -> float:
@@ -195,7 +196,8 @@ class RouterCore:
     # --------------------------------------------------------------------------------------------------- one request
 
     def _open(self, ingress_id: str, message: OpenRequest) -> None:
-        request = Request(ingress_id, message, self._clock() + message.deadline_s, list(message.delivered))
+        own = OwnRates(context_of(message.request_class, message.sampling))
+        request = Request(ingress_id, message, self._clock() + message.deadline_s, list(message.delivered), own)
         if message.delivered:
             self.stats.resumed_requests["router_lost"] += 1
         self._requests[message.request_id] = request
@@ -313,7 +315,9 @@ class RouterCore:
             self._deliver(request, sequence, commit)
 
     def _plan(self, request: Request, sequence: RunningSequence, missing: Missing) -> Plan:
-        plan = self.planning.plan(tuple(sequence.holders), request.message.speculation, request.own.shifts, missing)
+        own = request.own
+        speculation = request.message.speculation
+        plan = self.planning.plan(tuple(sequence.holders), speculation, own.shifts, missing, own.context)
         request.chain = plan.chain
         return plan
 

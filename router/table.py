@@ -1,112 +1,23 @@
 """The live latency/divergence table: what each model costs, and how far each pair of models agrees.
 
 `RouterTable` is fed with the timings and verdicts of every round and of the probes; `snapshot()` freezes it for the
-planner. Pairs are ordered (lower level, upper level). It knows neither clocks nor clients, and never the config's
-emulation.
-
-What it does not know yet: request classes and sampling regimes (one row per pair: class `all`, regime `all`).
+planner. Pairs are ordered (lower level, upper level); they are followed over all requests and, apart from that, over
+those of each context. It knows neither clocks nor clients, and never the config's emulation.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 
 from kvstate.protocol import Profile, Timing
-from router.acceptance import MOST_PRIOR_POSITIONS, PRIOR_ACCEPTANCE, Acceptance, Dispersion, PositionRates
+from router.acceptance import Acceptance, Association, Dispersion, PositionRates
+from router.checks import CheckSeen, Kind
 from router.latency import Ewma, LatencyFit
+from router.snapshot import EVERY, Context, ModelCost, Pair, PairEstimate, TableSnapshot, Triple
 
 MUCH_FASTER = 0.8
-ALL_ALIKE = 100.0
-"""`prior_positions` from which on requests are taken to be all alike."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelCost:
-    """One model now. A call waits `queue_ms`, takes one `hop_ms`, and its batches carry `sharing` sequences in the
-    mean. `join_ms`: where the model must first compute what it missed of a sequence, that, per token to come.
-
-    `draft_continues[j]` is the probability that a draft of j tokens goes on for one more: below 1 where a model may
-    have no guess, as the last one says for longer drafts, 1 where nothing is known.
-    """
-
-    name: str
-    level: int
-    base_ms: float
-    per_token_ms: float = 0.0
-    per_sequence_ms: float = 0.0
-    hop_ms: float = 0.0
-    queue_ms: float = 0.0
-    sharing: float = 1.0
-    draft_continues: tuple[float, ...] = ()
-    samples: int = 0
-    join_ms: float = 0.0
-
-    def batch_ms(self, rows: float) -> float:
-        """A batch with `rows` rows of this sequence, the others that share it bringing as many each."""
-        return self.base_ms + (self.per_token_ms * rows + self.per_sequence_ms) * self.sharing
-
-    @property
-    def row_ms(self) -> float:
-        """What one more row of this sequence adds to a batch, the others that share it bringing one more each."""
-        return self.per_token_ms * self.sharing
-
-    @property
-    def row_share(self) -> float:
-        """Of a whole call with one row."""
-        return self.row_ms / max(1e-9, self.batch_ms(1.0) + self.call_ms)
-
-    @property
-    def call_ms(self) -> float:
-        """What a call costs besides its batches."""
-        return self.hop_ms + self.queue_ms
-
-
-@dataclass(frozen=True, slots=True)
-class PairEstimate:
-    """`acceptance`: share of lower tokens that equal the upper's samples; `divergence`: 1 − agreement on probes.
-
-    `goes_on[j]`: of a draft checked at once, the probability that after j accepted tokens one more was drafted and
-    accepted; as the last one says further on, and nothing where no draft was checked yet. `prior_positions`: how many
-    of its own positions a request must show to be believed as much as this.
-    """
-
-    lower: str
-    upper: str
-    acceptance: float
-    divergence: float
-    samples: int
-    goes_on: tuple[float, ...] = ()
-    prior_positions: float = MOST_PRIOR_POSITIONS
-
-
-@dataclass(frozen=True, slots=True)
-class TableSnapshot:
-    models: Mapping[str, ModelCost]
-    pairs: Mapping[tuple[str, str], PairEstimate]
-
-    def acceptance(self, lower: str, upper: str) -> float:
-        pair = self.pairs.get((lower, upper))
-        return PRIOR_ACCEPTANCE if pair is None else pair.acceptance
-
-    def draft_continues(self, drafter: str, window: int) -> list[float]:
-        """For drafts of 0 … `window` − 1 tokens."""
-        return extended(self.models[drafter].draft_continues or (1.0,), window)
-
-    def draft_goes_on(self, drafter: str, checker: str, window: int) -> list[float]:
-        """After 0 … `window` − 1 accepted tokens."""
-        pair = self.pairs.get((drafter, checker))
-        if pair is not None and pair.goes_on:
-            return extended(pair.goes_on, window)
-        acceptance = self.acceptance(drafter, checker)
-        return [acceptance * continues for continues in self.draft_continues(drafter, window)]
-
-
-def _hop_ms(timing: Timing, round_trip_s: float) -> float:
-    return max(0.0, (round_trip_s - timing.busy_s - timing.queue_s) * 1e3)
-
-
-def extended(rates: Sequence[float], length: int) -> list[float]:
-    """The first `length` of them, the last one repeated where there are fewer."""
-    return [*rates[:length], *[rates[-1]] * (length - len(rates))]
+CONTEXT_POSITIONS = 24.0
+"""How many positions of a context the estimate over all requests is worth there."""
 
 
 @dataclass(slots=True)
@@ -135,12 +46,18 @@ class _Pair:
     drafts: PositionRates = field(default_factory=PositionRates)
     dispersion: Dispersion = field(default_factory=Dispersion)
 
-    def estimate(self, lower: str, upper: str) -> PairEstimate:
-        rate = self.acceptance.rate
-        agreement = self.probed if self.probed.samples else self.acceptance
-        goes_on = tuple(self.drafts.rates(rate))
+    def estimate(self, lower: str, upper: str, of_all: PairEstimate | None = None) -> PairEstimate:
+        """`of_all`: where this is the pair in one context, what few positions leave open."""
         samples, prior_positions = self.acceptance.samples, self.dispersion.prior_positions
-        return PairEstimate(lower, upper, rate, 1.0 - agreement.rate, samples, goes_on, prior_positions)
+        if of_all is None:
+            rate = self.acceptance.rate
+            agreement = self.probed.rate if self.probed.samples else rate
+            goes_on = tuple(self.drafts.rates(rate))
+        else:
+            rate = self.acceptance.rate_from(of_all.acceptance, CONTEXT_POSITIONS)
+            agreement = self.probed.rate_from(1.0 - of_all.divergence, CONTEXT_POSITIONS)
+            goes_on = tuple(self.drafts.rates_from(of_all.goes_on or (rate,), CONTEXT_POSITIONS))
+        return PairEstimate(lower, upper, rate, 1.0 - agreement, samples, goes_on, prior_positions)
 
     def observe_request(self, num_positions: float, num_accepted: float) -> None:
         self.dispersion.observe(num_positions, num_accepted)
@@ -164,7 +81,9 @@ class RouterTable:
 
     def __init__(self) -> None:
         self._models: dict[str, _Model] = {}
-        self._pairs: dict[tuple[str, str], _Pair] = {}
+        self._pairs: dict[Pair, _Pair] = {}
+        self._contexts: dict[Context, dict[Pair, _Pair]] = {}
+        self._triples: dict[Triple, Association] = {}
 
     def add_model(self, name: str, level: int, profile: Profile) -> bool:
         """Whether it is new. A known model keeps what was learned about it: a restarted replica is the same model."""
@@ -212,30 +131,46 @@ class RouterTable:
         """A draft that ended early had one more position at which it did not go on."""
         self._models[model].drafts.observe(num_drafted, num_asked)
 
-    def observe_check(self, lower: str, upper: str, num_checked: int, num_accepted: int, num_asked: int = 0) -> None:
-        """`upper` checked `num_checked` tokens that `lower` sampled and accepted the first `num_accepted`.
+    def observe_check(self, seen: CheckSeen, context: Context = EVERY) -> None:
+        for pair in self._in(context, (seen.lower, seen.upper)):
+            pair.observe_check(seen.num_checked, seen.num_accepted, seen.num_asked)
+        if seen.below is not None:
+            triple = self._triples.setdefault((seen.below, seen.lower, seen.upper), Association())
+            for j, kind in enumerate(seen.kinds[: seen.num_accepted + 1]):
+                if kind is not Kind.EXTENDED:
+                    triple.observe(kind is Kind.KEPT, j < seen.num_accepted)
 
-        `num_asked`: where the tokens are one draft, how many it was asked for.
-        """
-        self._pairs[lower, upper].observe_check(num_checked, num_accepted, num_asked)
-
-    def observe_request(self, pair: tuple[str, str], num_positions: float, num_accepted: float) -> None:
+    def observe_request(self, pair: Pair, num_positions: float, num_accepted: float, context: Context = EVERY) -> None:
         """A request ended: how many positions of it were examined, and how many of them accepted."""
-        self._pairs[pair].observe_request(num_positions, num_accepted)
+        for entry in self._in(context, pair):
+            entry.observe_request(num_positions, num_accepted)
 
-    def observe_probe(self, samples: Mapping[str, Sequence[int | None]]) -> None:
+    def observe_probe(self, samples: Mapping[str, Sequence[int | None]], context: Context = EVERY) -> None:
         """Samples of several models at the same committed positions: a trial for each pair and position both guessed
         at.
 
         The target's samples are the committed tokens. Pairs that rounds check as well count both: they are the same
         trials.
         """
-        for name, own in samples.items():
-            for sample in own:
+        names = [name for name in self.models if name in samples]
+        for name in names:
+            for sample in samples[name]:
                 self._models[name].drafts.observe(int(sample is not None), 1)
-        for (lower, upper), pair in self._pairs.items():
-            if lower in samples and upper in samples:
+        for lower, upper in filter(self._pairs.__contains__, combinations(names, 2)):
+            for pair in self._in(context, (lower, upper)):
                 pair.observe_probe(samples[lower], samples[upper])
+        for triple in combinations(names, 3):
+            if all(pair in self._pairs for pair in combinations(triple, 2)):
+                association = self._triples.setdefault(triple, Association())
+                for a, b, c in zip(*(samples[name] for name in triple), strict=True):
+                    if None not in (a, b, c):
+                        association.observe(a == b, b == c)
+
+    def _in(self, context: Context, pair: Pair) -> Iterator[_Pair]:
+        """The pair's entry of all requests, and that of the context."""
+        yield self._pairs[pair]
+        if context != EVERY:
+            yield self._contexts.setdefault(context, {}).setdefault(pair, _Pair())
 
     def remove_replica(self, model: str, replica_id: str) -> None:
         self._models[model].hops_ms.pop(replica_id, None)
@@ -243,34 +178,13 @@ class RouterTable:
     def snapshot(self) -> TableSnapshot:
         models = {name: self._models[name].cost(name) for name in self.models}
         pairs = {key: pair.estimate(*key) for key, pair in self._pairs.items()}
-        return TableSnapshot(models, pairs)
-
-
-def as_rows(snapshot: TableSnapshot) -> dict[str, list[dict[str, object]]]:
-    """`models` and `pairs` of GET /router/table; replicas are added by who knows the membership."""
-    models = [_model_row(model) for model in snapshot.models.values()]
-    return {"models": models, "pairs": list(_pair_rows(snapshot.pairs.values()))}
-
-
-def _model_row(model: ModelCost) -> dict[str, object]:
-    return {
-        "name": model.name,
-        "level": model.level,
-        "base_ms": model.base_ms,
-        "per_token_ms": model.per_token_ms,
-        "per_sequence_ms": model.per_sequence_ms,
-        "queue": model.queue_ms,
-    }
-
-
-def _pair_rows(pairs: Iterable[PairEstimate]) -> Iterable[dict[str, object]]:
-    for pair in sorted(pairs, key=lambda pair: (pair.lower, pair.upper)):
-        yield {
-            "lower": pair.lower,
-            "upper": pair.upper,
-            "class": "all",
-            "regime": "all",
-            "divergence": pair.divergence,
-            "acceptance": pair.acceptance,
-            "samples": pair.samples,
+        association = {triple: association.strength for triple, association in self._triples.items()}
+        contexts = {
+            context: {key: pair.estimate(*key, pairs[key]) for key, pair in entries.items()}
+            for context, entries in self._contexts.items()
         }
+        return TableSnapshot(models, pairs, association, contexts)
+
+
+def _hop_ms(timing: Timing, round_trip_s: float) -> float:
+    return max(0.0, (round_trip_s - timing.busy_s - timing.queue_s) * 1e3)

@@ -1,11 +1,11 @@
 """What the router knows and chooses, as plain rows for GET /router/table. Pure rendering."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvstate.protocol import Member, Speculation
 from router.planner import Plan
 from router.planning import Planning
-from router.table import as_rows
+from router.snapshot import EVERY, Context, ModelCost, Pair, PairEstimate, TableSnapshot
 
 
 def explain(planning: Planning, members: Sequence[Member], can_serve: bool) -> dict[str, object]:
@@ -45,3 +45,34 @@ def _replica_row(member: Member) -> dict[str, object]:
         "kv_total_tokens": total,
         "up": member.up,
     }
+
+
+def as_rows(snapshot: TableSnapshot) -> dict[str, list[dict[str, object]]]:
+    """`models` and `pairs` of GET /router/table; replicas are added by who knows the membership."""
+    models = [_model_row(model) for model in snapshot.models.values()]
+    contexts = [(EVERY, snapshot.pairs), *sorted(snapshot.contexts.items())]
+    return {"models": models, "pairs": [row for each in contexts for row in _pair_rows(*each)]}
+
+
+def _model_row(model: ModelCost) -> dict[str, object]:
+    return {
+        "name": model.name,
+        "level": model.level,
+        "base_ms": model.base_ms,
+        "per_token_ms": model.per_token_ms,
+        "per_sequence_ms": model.per_sequence_ms,
+        "queue": model.queue_ms,
+    }
+
+
+def _pair_rows(context: Context, pairs: Mapping[Pair, PairEstimate]) -> Iterable[dict[str, object]]:
+    for _, pair in sorted(pairs.items()):
+        yield {
+            "lower": pair.lower,
+            "upper": pair.upper,
+            "class": context[0],
+            "regime": context[1],
+            "divergence": pair.divergence,
+            "acceptance": pair.acceptance,
+            "samples": pair.samples,
+        }

@@ -7,10 +7,12 @@ import pytest
 
 from kvstate.protocol import Profile, Speculation
 from router.acceptance import Dispersion
+from router.checks import CheckSeen
 from router.own_rates import MOST_SHIFT, OwnRates, shifted
 from router.planning import Planning, RequestObserver, RouterSettings
+from router.snapshot import PairEstimate, TableSnapshot
 from router.stats import RouterStats
-from router.table import PairEstimate, RouterTable, TableSnapshot
+from router.table import RouterTable
 
 PAIR = ("drafter", "target")
 
@@ -72,7 +74,7 @@ def test_a_request_whose_drafts_fail_stops_drafting_while_others_go_on() -> None
         good, bad = RequestObserver(planning, OwnRates()), RequestObserver(planning, OwnRates())
         for _ in range(40):
             for observer, accepted in ((good, 4), (bad, 0)):
-                observer.checked(*PAIR, 4, accepted, 4)
+                observer.checked(CheckSeen(*PAIR, 4, accepted, 4))
                 observer.own.end_round()
         for observer in (good, bad):
             planning.record_request(observer.own)
@@ -117,7 +119,7 @@ def test_requests_that_differ_are_no_change_of_the_pair() -> None:
         rate, accepted = rng.choice((0.2, 0.8)), 0
         for _ in range(60):
             hit = int(rng.random() < rate)
-            table.observe_check(*PAIR, 1, hit, num_asked=1)
+            table.observe_check(CheckSeen(*PAIR, 1, hit, num_asked=1))
             accepted += hit
         table.observe_request(PAIR, 60, accepted)
         rates.append(table.snapshot().acceptance(*PAIR))
@@ -131,7 +133,7 @@ def test_a_request_that_suits_a_pair_does_not_speak_for_all() -> None:
     for number in range(80):
         suits, observer = number % 10 == 0, RequestObserver(planning, OwnRates())
         for _ in range(200 if suits else 12):
-            observer.checked(*PAIR, 1, int(rng.random() < (0.95 if suits else 0.2)), 1)
+            observer.checked(CheckSeen(*PAIR, 1, int(rng.random() < (0.95 if suits else 0.2)), 1))
             observer.own.end_round()
         planning.record_request(observer.own)
     assert planning.table.snapshot().acceptance(*PAIR) < 0.45
@@ -143,7 +145,7 @@ def test_where_requests_are_alike_all_of_a_long_one_is_learned() -> None:
     for _ in range(40):
         observer = RequestObserver(planning, OwnRates())
         for _ in range(100):
-            observer.checked(*PAIR, 1, int(rng.random() < 0.7), 1)
+            observer.checked(CheckSeen(*PAIR, 1, int(rng.random() < 0.7), 1))
         planning.record_request(observer.own)
     assert planning.table.snapshot().pairs[PAIR].samples > 2500
 
@@ -152,7 +154,7 @@ def test_a_level_that_joins_late_must_be_worth_what_it_computes_first() -> None:
     planning = planning_of(Profile(4.0, 0.5), Profile(20.0, 0.5))
     observer = RequestObserver(planning, OwnRates())
     for _ in range(100):
-        observer.checked(*PAIR, 4, 2, 4)
+        observer.checked(CheckSeen(*PAIR, 4, 2, 4))
     for num_rows, chain in ((0, PAIR), (128, PAIR), (4096, PAIR[1:])):
         missing = (("drafter", num_rows),) if num_rows else ()
         plan = planning.plan(PAIR, Speculation(), (), missing)

@@ -9,11 +9,14 @@ from dataclasses import replace
 import pytest
 
 from kvstate.protocol import Profile, Speculation, Timing
+from router.checks import CheckSeen, Kind
 from router.own_rates import OwnRates
 from router.planning import Planning, RouterSettings
 from router.probing import ProbeBudget, ProbePlan, choose_probe
+from router.snapshot import PairEstimate, TableSnapshot
 from router.stats import RouterStats
-from router.table import PairEstimate, RouterTable, TableSnapshot, as_rows
+from router.table import RouterTable
+from router.table_view import as_rows
 
 
 def table_of(*names: str) -> RouterTable:
@@ -103,7 +106,7 @@ def check(table: RouterTable, rng: random.Random, acceptance: float, window: int
     accepted = 0
     while accepted < window and rng.random() < acceptance:
         accepted += 1
-    table.observe_check("a", "b", window, accepted)
+    table.observe_check(CheckSeen("a", "b", window, accepted))
 
 
 @pytest.mark.parametrize("acceptance", [0.02, 0.55, 0.85, 1.0])
@@ -157,7 +160,7 @@ def test_drafts_that_are_right_in_runs_are_followed_position_by_position() -> No
         table, rng = table_of("a", "b"), random.Random(seed)
         for _ in range(1500):
             accepted = 6 if rng.random() < 0.4 else 0
-            table.observe_check("a", "b", 6, accepted, num_asked=6)
+            table.observe_check(CheckSeen("a", "b", 6, accepted, num_asked=6))
         first, *later = table.snapshot().draft_goes_on("a", "b", 9)
         firsts.append(first)
         assert later == pytest.approx([1.0] * 8, abs=0.1)
@@ -169,7 +172,7 @@ def test_a_draft_that_went_unfinished_did_not_go_on() -> None:
     table = table_of("a", "b")
     for _ in range(1000):
         table.observe_draft("a", 6, 3)
-        table.observe_check("a", "b", 3, 3, num_asked=6)
+        table.observe_check(CheckSeen("a", "b", 3, 3, num_asked=6))
     assert table.snapshot().draft_goes_on("a", "b", 5) == pytest.approx([1.0, 1.0, 1.0, 0.0, 0.0], abs=0.03)
     assert table.snapshot().acceptance("a", "b") > 0.98
 
@@ -178,7 +181,7 @@ def test_runs_are_learned_anew_after_a_change() -> None:
     table = table_of("a", "b")
     for accepted in (4, 0):
         for _ in range(100):
-            table.observe_check("a", "b", 4, accepted, num_asked=4)
+            table.observe_check(CheckSeen("a", "b", 4, accepted, num_asked=4))
     assert table.snapshot().draft_goes_on("a", "b", 1)[0] < 0.1
 
 
@@ -191,7 +194,7 @@ def test_probes_tell_how_a_draft_begins() -> None:
 
 def test_a_model_profiled_again_keeps_what_was_learned() -> None:
     table = table_of("a", "b")
-    table.observe_check("a", "b", 4, 4)
+    table.observe_check(CheckSeen("a", "b", 4, 4))
     table.add_model("a", 1, Profile(base_ms=99.0))
     assert table.snapshot().pairs["a", "b"].samples == 4
     assert table.snapshot().models["a"].base_ms == 10.0
@@ -260,3 +263,41 @@ def test_no_probe_where_nothing_can_be_learned_or_spent() -> None:
     assert choose_probe(budget, snapshot, ("a", "b"), ("b",), 10, 0.0, OwnRates()) is None
     assert choose_probe(budget, snapshot, ("a", "b"), ("b",), 0, 0.05, OwnRates()) is None
     assert choose_probe(budget, snapshot, ("a", "b"), ("b",), 10, 0.05, OwnRates()) == ProbePlan(("a",), 10)
+
+
+@pytest.mark.parametrize(("errors", "strength"), [("shared", -1.0), ("independent", 0.0), ("same", 1.0)])
+def test_whether_errors_fall_together_is_learned_from_probes_and_from_checks(errors: str, strength: float) -> None:
+    """a and c agree with b where u and v are small; the planner's rates for the kinds of b's tokens follow."""
+    rng = random.Random(4)
+    by_probes, by_checks = table_of("a", "b", "c"), table_of("a", "b", "c")
+    for _ in range(4000):
+        u = rng.random()
+        v = {"shared": 1.0 - u, "independent": rng.random(), "same": u}[errors]
+        first, second = u < 0.6, v < 0.7
+        by_probes.observe_probe({"a": [0 if first else 1], "b": [0], "c": [0 if second else 1]})
+        kind = Kind.KEPT if first else Kind.CORRECTED
+        by_checks.observe_check(CheckSeen("b", "c", 1, int(second), 0, "a", (kind,)))
+        by_checks.observe_check(CheckSeen("a", "b", 1, int(first), 1))
+    for table in (by_probes, by_checks):
+        snapshot = table.snapshot()
+        assert snapshot.association["a", "b", "c"] == pytest.approx(strength, abs=0.15)
+        rates = snapshot.rates("a", "b", "c")
+        assert 0.6 * rates.kept + 0.4 * rates.corrected == pytest.approx(0.7, abs=0.04)
+        if errors == "shared":
+            assert rates.kept == pytest.approx(0.5, abs=0.04)
+
+
+def test_contexts_are_told_apart_and_little_seen_ones_go_by_all() -> None:
+    table, rng = table_of("a", "b"), random.Random(9)
+    for _ in range(400):
+        for request_class, acceptance in (("short code", 0.9), ("short prose", 0.2)):
+            accepted = int(rng.random() < acceptance)
+            table.observe_check(CheckSeen("a", "b", 1, accepted, 1), (request_class, "greedy"))
+    table.observe_check(CheckSeen("a", "b", 1, 1, 1), ("long prose", "greedy"))
+    snapshot = table.snapshot()
+    for request_class, expected in (("short code", 0.9), ("short prose", 0.2), ("long prose", 0.55), ("new", 0.55)):
+        seen = snapshot.seen_in((request_class, "greedy"))
+        assert seen.acceptance("a", "b") == pytest.approx(expected, abs=0.06), request_class
+        assert seen.draft_goes_on("a", "b", 1) == pytest.approx([expected], abs=0.08), request_class
+    classes = {row["class"] for row in as_rows(snapshot)["pairs"]}
+    assert classes == {"all", "short code", "short prose", "long prose"}

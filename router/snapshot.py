@@ -1,0 +1,137 @@
+"""The table at one moment, frozen: what the planner reads."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from router.acceptance import MOST_PRIOR_POSITIONS, PRIOR_ACCEPTANCE
+from router.checks import CheckSeen
+from router.renewal import Rates
+
+Pair = tuple[str, str]
+"""Two models, the cheaper one first."""
+
+Triple = tuple[str, str, str]
+"""Three models, cheapest first."""
+
+Context = tuple[str, str]
+"""A request's class and sampling regime (router/classes.py)."""
+
+EVERY: Context = ("all", "all")
+ALL_ALIKE = 100.0
+"""`prior_positions` from which on requests are taken to be all alike."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCost:
+    """One model now. A call waits `queue_ms`, takes one `hop_ms`, and its batches carry `sharing` sequences in the
+    mean. `join_ms`: where the model must first compute what it missed of a sequence, that, per token to come.
+
+    `draft_continues[j]` is the probability that a draft of j tokens goes on for one more: below 1 where a model may
+    have no guess, as the last one says for longer drafts, 1 where nothing is known.
+    """
+
+    name: str
+    level: int
+    base_ms: float
+    per_token_ms: float = 0.0
+    per_sequence_ms: float = 0.0
+    hop_ms: float = 0.0
+    queue_ms: float = 0.0
+    sharing: float = 1.0
+    draft_continues: tuple[float, ...] = ()
+    samples: int = 0
+    join_ms: float = 0.0
+
+    def batch_ms(self, rows: float) -> float:
+        """A batch with `rows` rows of this sequence, the others that share it bringing as many each."""
+        return self.base_ms + (self.per_token_ms * rows + self.per_sequence_ms) * self.sharing
+
+    @property
+    def row_ms(self) -> float:
+        """What one more row of this sequence adds to a batch, the others that share it bringing one more each."""
+        return self.per_token_ms * self.sharing
+
+    @property
+    def row_share(self) -> float:
+        """Of a whole call with one row."""
+        return self.row_ms / max(1e-9, self.batch_ms(1.0) + self.call_ms)
+
+    @property
+    def call_ms(self) -> float:
+        """What a call costs besides its batches."""
+        return self.hop_ms + self.queue_ms
+
+
+@dataclass(frozen=True, slots=True)
+class PairEstimate:
+    """`acceptance`: share of lower tokens that equal the upper's samples; `divergence`: 1 − agreement on probes.
+
+    `goes_on[j]`: of a draft checked at once, the probability that after j accepted tokens one more was drafted and
+    accepted; as the last one says further on, and nothing where no draft was checked yet. `prior_positions`: how many
+    of its own positions a request must show to be believed as much as this.
+    """
+
+    lower: str
+    upper: str
+    acceptance: float
+    divergence: float
+    samples: int
+    goes_on: tuple[float, ...] = ()
+    prior_positions: float = MOST_PRIOR_POSITIONS
+
+
+@dataclass(frozen=True, slots=True)
+class TableSnapshot:
+    """`pairs`: of all requests; `contexts`: where requests of a context were seen, theirs. `association`: see
+    `Association`; a triple that is not in it is taken to be independent.
+    """
+
+    models: Mapping[str, ModelCost]
+    pairs: Mapping[Pair, PairEstimate]
+    association: Mapping[Triple, float] = field(default_factory=dict)
+    contexts: Mapping[Context, Mapping[Pair, PairEstimate]] = field(default_factory=dict)
+
+    def seen_in(self, context: Context) -> "TableSnapshot":
+        """The table as it is for requests of a context."""
+        known = self.contexts.get(context)
+        return replace(self, pairs={**self.pairs, **known}) if known else self
+
+    def acceptance(self, lower: str, upper: str) -> float:
+        pair = self.pairs.get((lower, upper))
+        return PRIOR_ACCEPTANCE if pair is None else pair.acceptance
+
+    def rates(self, below: str, lower: str, upper: str) -> Rates:
+        """With which probability `upper` accepts what `lower` accepted from `below`, and its own tokens."""
+        acceptance, agreement = self.acceptance(lower, upper), self.acceptance(below, lower)
+        strength = self.association.get((below, lower, upper), 0.0)
+        most, least = min(acceptance, agreement), max(0.0, acceptance + agreement - 1.0)
+        joint = acceptance * agreement
+        joint += abs(strength) * ((most if strength > 0.0 else least) - joint)
+        kept = joint / agreement if agreement > 0.0 else acceptance
+        corrected = (acceptance - joint) / (1.0 - agreement) if agreement < 1.0 else acceptance
+        return Rates(kept, corrected, acceptance)
+
+    def expected(self, seen: CheckSeen) -> list[float]:
+        """How probable acceptance was at each position that was asked for or checked, those before it accepted."""
+        if seen.num_asked:
+            return self.draft_goes_on(seen.lower, seen.upper, seen.num_asked)
+        if seen.below is None:
+            return [self.acceptance(seen.lower, seen.upper)] * seen.num_checked
+        return list(map(self.rates(seen.below, seen.lower, seen.upper).of, seen.kinds))
+
+    def draft_continues(self, drafter: str, window: int) -> list[float]:
+        """For drafts of 0 … `window` − 1 tokens."""
+        return extended(self.models[drafter].draft_continues or (1.0,), window)
+
+    def draft_goes_on(self, drafter: str, checker: str, window: int) -> list[float]:
+        """After 0 … `window` − 1 accepted tokens."""
+        pair = self.pairs.get((drafter, checker))
+        if pair is not None and pair.goes_on:
+            return extended(pair.goes_on, window)
+        acceptance = self.acceptance(drafter, checker)
+        return [acceptance * continues for continues in self.draft_continues(drafter, window)]
+
+
+def extended(rates: Sequence[float], length: int) -> list[float]:
+    """The first `length` of them, the last one repeated where there are fewer."""
+    return [*rates[:length], *[rates[-1]] * (length - len(rates))]
