@@ -31,7 +31,7 @@ from deployments.backends import build_backend, build_tokenizer
 from kvstate.protocol import Sampling, Speculation
 from models.backend import Backend
 from models.engine import Engine
-from router.planner import Plan
+from router.plan import Plan
 
 THREADS = 2
 MOST_PROMPT_CHARACTERS = 1500

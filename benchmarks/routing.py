@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.oracle import Level, best_of_chains, ms_per_token
 from benchmarks.report import Report
-from router.planner import Planner
+from router.planner import Found, Planner
 from router.snapshot import ModelCost, PairEstimate, TableSnapshot
 
 MAX_WINDOW = 16
@@ -55,12 +55,13 @@ def levels_of(seed: int) -> list[Level]:
 
 def planning_ms(seed: int) -> tuple[float, float]:
     """For the first time, and again after the table has changed a little."""
-    levels, found = levels_of(seed), dict[tuple[str, ...], tuple[int, ...]]()
+    found: Found = {}
+    levels = levels_of(seed)
     changed = [replace(level, agreement=min(1.0, 0.98 * level.agreement)) for level in levels[:-1]]
     times = []
     for snapshot in (snapshot_of(levels), snapshot_of([*changed, levels[-1]])):
         started_s = time.perf_counter()
-        Planner(snapshot, MAX_WINDOW, found).candidates(NAMES[: len(levels)])
+        Planner(snapshot, MAX_WINDOW, found).fastest(NAMES[: len(levels)])
         times.append((time.perf_counter() - started_s) * 1e3)
     return times[0], times[1]
 
@@ -83,14 +84,13 @@ def compare(seed: int) -> Computed:
     """One random table, known to planner and oracle alike."""
     levels = levels_of(seed)
     names = NAMES[: len(levels)]
-    plan = Planner(snapshot_of(levels), MAX_WINDOW).candidates(names)[0]
+    plan = Planner(snapshot_of(levels), MAX_WINDOW).fastest(names)
     chosen = [levels[names.index(name)] for name in plan.chain]
-    real_ms = ms_per_token(chosen, plan.windows, num_tokens=ORACLE_TOKENS, seed=seed)
+    tail = None if plan.tail is None else (levels[names.index(plan.tail.model)], plan.tail.window)
+    real_ms = ms_per_token(chosen, plan.windows, num_tokens=ORACLE_TOKENS, seed=seed, tail=tail)
     found = best_of_chains(levels, MAX_WINDOW, "shared", SEARCH_TOKENS, seed + 1)
     best = min(found, key=lambda best: best.ms_per_token)
-    best_ms = ms_per_token(
-        [levels[i] for i in best.chain], best.windows, num_tokens=ORACLE_TOKENS, seed=seed
-    )  # with the same draws as the plan's, not those that chose it
+    best_ms = best.measured(levels, "shared", ORACLE_TOKENS, seed)  # the plan's draws, not those that chose it
     return Computed(plan.predicted_ms_per_token / real_ms - 1.0, real_ms / best_ms - 1.0)
 
 

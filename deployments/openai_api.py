@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cluster.config import AppConfig
+from router.plan import split_cascade
 
 NOT_SERVED = frozenset(
     {
@@ -238,11 +239,13 @@ def _check_speculation(wish: SpeculationBody, config: AppConfig) -> None:
         if wish.chain or wish.windows:
             raise ApiError(400, "speculation.chain and windows need mode fixed", "speculation.mode")
         return
-    if not wish.chain or wish.chain[-1] != names[-1] or any(name not in names for name in wish.chain):
+    first, tail = split_cascade(wish.chain[0]) if wish.chain else ("", None)
+    chain = [*([tail] if tail else []), first, *wish.chain[1:]]
+    if chain[-1] != names[-1] or any(name not in names for name in chain):
         raise ApiError(
             400, f"speculation.chain must end with {names[-1]!r} and name models of {names}", "speculation.chain"
         )
-    if [n for n in names if n in wish.chain] != wish.chain:
+    if [name for name in names if name in chain] != chain or (tail and len(wish.chain) == 1):
         raise ApiError(400, "speculation.chain must go from cheapest to target, each once", "speculation.chain")
     if wish.windows and len(wish.windows) != len(wish.chain) - 1:
         raise ApiError(

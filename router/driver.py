@@ -29,7 +29,7 @@ from kvstate.protocol import (
 )
 from router.checks import CheckSeen, Kind, kinds_of
 from router.links import Outbound, ReplicaLost, StepCalls
-from router.planner import Plan
+from router.plan import Plan
 from router.sequence import Holder, Limits, RunningSequence, TargetCounts
 
 ATTEMPTS = 4
@@ -65,6 +65,14 @@ class Commit:
     tokens: list[int]
     finish_reason: FinishReason | None
     logprobs: tuple[Logprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """`parts`: who drafted, how many tokens it was asked for, and how many it gave."""
+
+    tokens: list[int]
+    parts: list[tuple[str, int, int]]
 
 
 class RoundDriver:
@@ -148,15 +156,18 @@ class RoundDriver:
         held: list[list[int]] = [[] for _ in chain]
         kinds: list[list[Kind]] = [[] for _ in chain]
         while True:
-            num_asked = max(0, min(windows[0], self._room(held)))
-            held[1] = await self._drafted(chain[0], held, num_asked, plan.stop_below)
+            draft = await self._drafts(plan, held)
+            held[1] = draft.tokens
             level = 1
             while True:
                 num_checked = len(held[level])
                 verified = await self._verified(chain[level], held, level)
                 num_accepted = len(verified) - 1
-                below = (0, chain[level - 2], tuple(kinds[level])) if level > 1 else (num_asked,)
-                self._observer.checked(CheckSeen(chain[level - 1], chain[level], num_checked, num_accepted, *below))
+                if level == 1:
+                    self._observe_draft(draft, chain[1], num_accepted)
+                else:
+                    below = (0, chain[level - 2], tuple(kinds[level]))
+                    self._observer.checked(CheckSeen(chain[level - 1], chain[level], num_checked, num_accepted, *below))
                 if level == len(chain) - 1:
                     return verified
                 held[level], kinds[level] = [], []
@@ -174,14 +185,37 @@ class RoundDriver:
         """How many more tokens may be drafted: the target adds one of its own to all that is held."""
         return self._limits.max_tokens - self.sequence.output_len - 1 - sum(map(len, held))
 
-    async def _drafted(self, model: str, held: Sequence[Sequence[int]], count: int, stop_below: float) -> list[int]:
+    async def _drafts(self, plan: Plan, held: Sequence[list[int]]) -> "_Draft":
+        """By the first drafter, and by a tail where that one drafted all it was asked for."""
+        parts = [(plan.chain[0], plan.windows[0], plan.stop_below)]
+        if plan.tail is not None and plan.tail.model in self.sequence.holders:
+            parts.append((plan.tail.model, plan.tail.window, plan.tail.stop_below))
+        draft = _Draft([], [])
+        for model, window, stop_below in parts:
+            count = max(0, min(window, self._room(held) - len(draft.tokens)))
+            tokens = await self._drafted(model, [*self._context(held, 1), *draft.tokens], count, stop_below)
+            draft.tokens.extend(tokens)
+            draft.parts.append((model, count, len(tokens)))
+            if len(tokens) < window:
+                break
+        return draft
+
+    async def _drafted(self, model: str, context: Sequence[int], count: int, stop_below: float) -> Sequence[int]:
         if count == 0:
-            return []
-        tokens = self._context(held, 1)
-        reply = await self._step(model, "draft", lambda holder: self._draft(holder, tokens, count, stop_below))
+            return ()
+        reply = await self._step(model, "draft", lambda holder: self._draft(holder, context, count, stop_below))
         assert isinstance(reply, Drafted), reply
         self._observer.drafted(model, count, len(reply.tokens))
-        return list(reply.tokens)
+        return reply.tokens
+
+    def _observe_draft(self, draft: "_Draft", checker: str, num_accepted: int) -> None:
+        """A part says something where all before it was right."""
+        for model, num_asked, num_drafted in draft.parts:
+            accepted = min(num_accepted, num_drafted)
+            self._observer.checked(CheckSeen(model, checker, num_drafted, accepted, num_asked))
+            num_accepted -= num_drafted
+            if num_accepted < 0:
+                return
 
     async def _verified(self, model: str, held: Sequence[Sequence[int]], level: int) -> list[int]:
         """What `model` keeps of `held[level]`, and its own token."""

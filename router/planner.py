@@ -1,202 +1,168 @@
-"""Which chain with which windows takes the least time per token, by the table as it is now. Pure.
+"""Which chain with which windows takes the least time per token (router/prediction.py). Pure.
 
-A production of level i (router/renewal.py) costs its calls of the level below, one batch of E[L] + 1 rows and one hop.
-When a level accepts all it held, the levels below it lack one row more than otherwise (the level's own token), which
-is added there. That errors of levels fall together is known for three levels that follow one another: how often the
-third accepts what the second accepted from the first. Positions are taken to be independent, but for a draft's.
-
-The search: every subset of the levels that ends in the target; per chain, the last window is found by one sweep and the
-others by hill climbing, from the windows that were best before, else from the best ones of the chain without its
-target. Productions are shared by all chains that begin alike.
+The search: every subset of the levels that ends in the target, and where it leaves out the cheapest level also with
+that one as a tail; per chain, the last window is found by one sweep and the others by hill climbing, from where the
+best was before, else from the best of the chain without its target. Productions are shared by all chains that begin
+alike.
 """
 
 from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, combinations, pairwise
-from operator import mul
+from itertools import combinations, pairwise
 
-from router.renewal import Production, checked, sweep
+from router.plan import Chain, Plan, Tail, Windows
+from router.prediction import Prediction
 from router.snapshot import TableSnapshot
+
+LEAST_GAIN = 0.005
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """`windows[i]` belongs to `chain[i + 1]`; the target alone has none.
+class Shape:
+    """A plan without its windows."""
 
-    `stop_below`: a drafter that knows how likely its tokens are right ends a draft that would be right with a smaller
-    probability.
-    """
-
-    chain: tuple[str, ...]
-    windows: tuple[int, ...]
-    predicted_ms_per_token: float
-    stop_below: float = 0.0
+    chain: Chain
+    tail: str | None = None
 
 
-Chain = tuple[str, ...]
-Windows = tuple[int, ...]
+Found = MutableMapping[Shape, Plan]
 
 
 class Planner:
-    """Plans over one snapshot; keeps every production it computed, so make a new one for a new snapshot.
+    """Plans over one snapshot.
 
-    `found`: the best windows of each chain by planners before, where the search begins; it is kept up to date.
+    `found`: the best plan of each shape by planners before, where the search begins; it is kept up to date.
     """
 
-    def __init__(
-        self, snapshot: TableSnapshot, max_window: int, found: MutableMapping[Chain, Windows] | None = None
-    ) -> None:
+    def __init__(self, snapshot: TableSnapshot, max_window: int, found: Found | None = None) -> None:
         assert max_window >= 1, "a window holds at least one token"
         self._snapshot = snapshot
+        self._prediction = Prediction(snapshot)
         self._max_window = max_window
-        self._found: MutableMapping[Chain, Windows] = {} if found is None else found
-        self._productions: dict[tuple[Chain, Windows], Production] = {}
-        self._best: dict[Chain, Plan] = {}
-        self._costs: dict[Chain, _CheckCost] = {}
+        self._found: Found = {} if found is None else found
+        self._best: dict[Shape, Plan] = {}
 
-    def predict(self, chain: Sequence[str], windows: Sequence[int]) -> float:
+    def predict(self, chain: Sequence[str], windows: Sequence[int], tail: Tail | None = None) -> float:
         """Mean time per committed token in ms."""
-        assert len(windows) == len(chain) - 1, "a chain of n levels has n − 1 windows"
-        if len(chain) == 1:
-            return self._alone_ms(chain[0])
-        production = self._production(tuple(chain), tuple(windows))
-        return production.time_ms / production.mean_tokens + self._join_ms(chain)
+        return self._prediction.ms_per_token(Plan(tuple(chain), tuple(windows), 0.0, tail=tail))
 
-    def best(self, chain: Sequence[str]) -> Plan:
+    def best(self, chain: Sequence[str], tail: str | None = None) -> Plan:
         """The best windows of one chain."""
-        key = tuple(chain)
-        if key not in self._best:
-            self._best[key] = best = self._search(key)
-            self._found[key] = best.windows
-        return self._best[key]
+        shape = Shape(tuple(chain), tail)
+        if shape not in self._best:
+            self._best[shape] = self._found[shape] = self._search(shape)
+        return self._best[shape]
+
+    def best_tail(self, chain: Sequence[str], windows: Sequence[int], tail: str) -> Plan:
+        """The best window of a tail where all others are given."""
+        plans = (
+            self._with_prediction(Plan(tuple(chain), tuple(windows), 0.0, tail=Tail(tail, window)))
+            for window in range(1, self._max_window + 1)
+        )
+        return min(plans, key=lambda plan: plan.predicted_ms_per_token)
 
     def with_stop(self, plan: Plan) -> Plan:
         """`stop_below` where one more drafted token costs its checker as much as it saves: a row, against a token
-        otherwise had.
+        otherwise had. A tail goes on where the first drafter's part is right.
         """
         if len(plan.chain) == 1:
             return plan
         row_ms = self._snapshot.models[plan.chain[1]].row_ms
-        return replace(plan, stop_below=min(1.0, row_ms / self.predict(plan.chain[:2], plan.windows[:1])))
+        stop_below = row_ms / self.predict(plan.chain[:2], plan.windows[:1], plan.tail)
+        tail = plan.tail
+        if tail is not None:
+            right = 1.0
+            for rate in self._snapshot.draft_goes_on(plan.chain[0], plan.chain[1], plan.windows[0]):
+                right *= rate
+            tail = replace(tail, stop_below=min(1.0, stop_below / max(1e-9, right)))
+        return replace(plan, stop_below=min(1.0, stop_below), tail=tail)
+
+    def fastest(self, models: Sequence[str]) -> Plan:
+        """Of all candidates; each further level must gain `LEAST_GAIN`, for it can also fail or stall."""
+        return min(
+            self.candidates(models),
+            key=lambda plan: plan.predicted_ms_per_token * (1.0 + LEAST_GAIN) ** len(plan.drafters),
+        )
 
     def candidates(self, models: Sequence[str]) -> list[Plan]:
-        """The best plan of every chain from `models` (cheapest first, target last), fastest first."""
-        return sorted((self.best(chain) for chain in self._chains(models)), key=lambda p: p.predicted_ms_per_token)
+        """The best plan of every shape from `models` (cheapest first, target last), fastest first."""
+        plans = (self.best(shape.chain, shape.tail) for shape in self._shapes(models))
+        return sorted(plans, key=lambda plan: plan.predicted_ms_per_token)
 
-    def _chains(self, models: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    def _shapes(self, models: Sequence[str]) -> Iterator[Shape]:
         *lower, target = models
         levels = {name: self._snapshot.models[name].level for name in models}
         for length in range(len(lower) + 1):
             for subset in combinations(lower, length):
                 chain = (*subset, target)
                 if all(levels[a] < levels[b] for a, b in pairwise(chain)):
-                    yield chain
+                    yield Shape(chain)
+                    if length and levels[lower[0]] < levels[chain[0]]:
+                        yield Shape(chain, lower[0])
 
-    def _search(self, chain: tuple[str, ...]) -> Plan:
-        if len(chain) == 1:
-            return Plan(chain, (), self._alone_ms(chain[0]))
-        if len(chain) == 2:
-            return min((self._plan(chain, (w,)) for w in self._all_windows()), key=lambda p: p.predicted_ms_per_token)
-        begin = self._found[chain][:-1] if chain in self._found else self.best(chain[:-1]).windows
-        best = self._best_last_window(chain, begin)
-        tried = {best.windows[:-1]}
+    def _search(self, shape: Shape) -> Plan:
+        if len(shape.chain) <= 2 and shape.tail is None:
+            return self._exhaustive(shape.chain)
+        best = self._with_last_window(self._begin(shape))
+        tried = {_climbed(best)}
         while (better := self._first_better(best, tried)) is not None:
             best = better
         return best
 
+    def _exhaustive(self, chain: Chain) -> Plan:
+        windows: list[Windows] = [()] if len(chain) == 1 else [(w,) for w in range(1, self._max_window + 1)]
+        plans = (Plan(chain, each, self.predict(chain, each)) for each in windows)
+        return min(plans, key=lambda plan: plan.predicted_ms_per_token)
+
+    def _begin(self, shape: Shape) -> Plan:
+        chain, tail = shape.chain, None
+        if shape in self._found:
+            return self._found[shape]
+        if shape.tail is not None:
+            tail = Tail(shape.tail, self.best((shape.tail, chain[1])).windows[0])
+        windows = (*self.best(chain[:-1]).windows, 1) if len(chain) > 2 else self.best(chain).windows
+        return Plan(chain, windows, 0.0, tail=tail)
+
     def _first_better(self, best: Plan, tried: set[tuple[int, ...]]) -> Plan | None:
-        for step in self._steps(best.windows[:-1]):
-            if step not in tried:
-                tried.add(step)
-                plan = self._best_last_window(best.chain, step)
+        for step in self._steps(best):
+            if _climbed(step) not in tried:
+                tried.add(_climbed(step))
+                plan = self._with_last_window(step)
                 if plan.predicted_ms_per_token < best.predicted_ms_per_token:
                     return plan
         return None
 
-    def _steps(self, windows: Windows) -> Iterator[tuple[int, ...]]:
-        for i, window in enumerate(windows):
+    def _steps(self, plan: Plan) -> Iterator[Plan]:
+        """One of the windows that are climbed is changed by one, a tail's also by two."""
+        for i, window in enumerate(plan.windows[: max(1, len(plan.windows) - 1)]):
             for changed in (window - 1, window + 1):
                 if 1 <= changed <= self._max_window:
-                    yield (*windows[:i], changed, *windows[i + 1 :])
+                    yield replace(plan, windows=(*plan.windows[:i], changed, *plan.windows[i + 1 :]))
+        if plan.tail is not None:
+            for change in (-1, 1, -2, 2):
+                if 1 <= plan.tail.window + change <= self._max_window:
+                    yield replace(plan, tail=replace(plan.tail, window=plan.tail.window + change))
 
-    def _all_windows(self) -> range:
-        return range(1, self._max_window + 1)
+    def _with_last_window(self, plan: Plan) -> Plan:
+        """The best last window, where it does not count as climbed, and the prediction."""
+        if len(plan.chain) == 2:
+            return self._with_prediction(plan)
+        times = self._prediction.by_last_window(plan, self._max_window)
+        least = min(range(len(times)), key=times.__getitem__)
+        return replace(plan, windows=(*plan.windows[:-1], least + 1), predicted_ms_per_token=times[least])
 
-    def _plan(self, chain: Chain, windows: Windows) -> Plan:
-        return Plan(chain, windows, self.predict(chain, windows))
-
-    def _best_last_window(self, chain: Chain, inner: Windows) -> Plan:
-        """All values of the last window at once: only means are needed at the target."""
-        lower = self._production(chain[:-1], inner)
-        means = sweep(lower, self._snapshot.rates(*chain[-3:]), self._max_window)
-        check = self._check_cost(chain)
-        best_ms, best_window = float("inf"), 1
-        for i, delivered in enumerate(means.delivered):
-            time_ms = means.calls[i] * lower.time_ms + check.of(means.held_tokens[i], means.all_kept[i])
-            if time_ms / delivered < best_ms:
-                best_ms, best_window = time_ms / delivered, i + 1
-        return Plan(chain, (*inner, best_window), best_ms + self._join_ms(chain))
-
-    def _production(self, chain: Chain, windows: Windows) -> Production:
-        key = (chain, windows)
-        if key not in self._productions:
-            self._productions[key] = self._first_check(chain, windows[0]) if len(chain) == 2 else self._collected(*key)
-        return self._productions[key]
-
-    def _first_check(self, chain: Chain, window: int) -> Production:
-        """Level 2 checks exactly what one draft brought: `window` tokens, or fewer where the drafter had no guess."""
-        drafter = self._snapshot.models[chain[0]]
-        goes_on = self._snapshot.draft_goes_on(chain[0], chain[1], window)
-        continues = [max(pair) for pair in zip(self._snapshot.draft_continues(chain[0], window), goes_on, strict=True)]
-        reached = tuple(accumulate(continues, mul, initial=1.0))
-        accepted = tuple(accumulate(goes_on, mul, initial=1.0))
-        draft_ms = sum(reached[:-1]) * drafter.batch_ms(1.0) + drafter.call_ms
-        ended = [
-            so_far * min(1.0 - more_drafted, 1.0 - more_accepted)
-            for so_far, more_drafted, more_accepted in zip(accepted, continues, goes_on, strict=False)
-        ]
-        extended = (*ended, accepted[-1])
-        corrected = [so_far - more - end for so_far, more, end in zip(accepted, accepted[1:], ended, strict=False)]
-        check_ms = self._check_cost(chain).of(sum(reached[1:]), sum(extended))
-        return Production((*corrected, 0.0), extended, draft_ms + check_ms)
-
-    def _collected(self, chain: Chain, windows: Windows) -> Production:
-        lower = self._production(chain[:-1], windows[:-1])
-        rates = self._snapshot.rates(*chain[-3:])
-        means = sweep(lower, rates, windows[-1])
-        check_ms = self._check_cost(chain).of(means.held_tokens[-1], means.all_kept[-1])
-        return checked(lower, rates, windows[-1], means.calls[-1] * lower.time_ms + check_ms)
-
-    def _check_cost(self, chain: Chain) -> "_CheckCost":
-        if chain not in self._costs:
-            checker = self._snapshot.models[chain[-1]]
-            catch_up_ms = sum(self._snapshot.models[name].row_ms for name in chain[:-1])
-            self._costs[chain] = _CheckCost(checker.batch_ms(1.0) + checker.call_ms, checker.row_ms, catch_up_ms)
-        return self._costs[chain]
-
-    def _join_ms(self, chain: Sequence[str]) -> float:
-        return sum(self._snapshot.models[name].join_ms for name in chain)
-
-    def _alone_ms(self, target: str) -> float:
-        cost = self._snapshot.models[target]
-        return cost.batch_ms(1.0) + cost.call_ms
+    def _with_prediction(self, plan: Plan) -> Plan:
+        return replace(plan, predicted_ms_per_token=self._prediction.ms_per_token(plan))
 
 
-@dataclass(frozen=True, slots=True)
-class _CheckCost:
-    """One check by the last of a chain; `catch_up_ms`: the rows that full acceptance costs the levels below it."""
-
-    call_ms: float
-    row_ms: float
-    catch_up_ms: float
-
-    def of(self, held_tokens: float, all_kept: float) -> float:
-        return self.call_ms + self.row_ms * held_tokens + self.catch_up_ms * all_kept
+def _climbed(plan: Plan) -> tuple[int, ...]:
+    windows = plan.windows if len(plan.chain) == 2 else plan.windows[:-1]
+    return windows if plan.tail is None else (*windows, plan.tail.window)
 
 
-def predict(snapshot: TableSnapshot, chain: Sequence[str], windows: Sequence[int]) -> float:
+def predict(snapshot: TableSnapshot, plan: Plan) -> float:
     """Mean time per committed token in ms."""
-    return Planner(snapshot, max(windows, default=1)).predict(chain, windows)
+    return Prediction(snapshot).ms_per_token(plan)
 
 
 def keep_or_change(snapshot: TableSnapshot, present: Plan | None, new: Plan, least_gain: float = 0.02) -> Plan:
@@ -204,9 +170,9 @@ def keep_or_change(snapshot: TableSnapshot, present: Plan | None, new: Plan, lea
 
     A present plan whose models are gone gives way.
     """
-    if present is None or any(name not in snapshot.models for name in present.chain):
+    if present is None or any(name not in snapshot.models for name in (*present.drafters, present.chain[-1])):
         return new
-    present_ms = predict(snapshot, present.chain, present.windows)
+    present_ms = predict(snapshot, present)
     if new.predicted_ms_per_token <= (1.0 - least_gain) * present_ms:
         return new
-    return Plan(present.chain, present.windows, present_ms)
+    return replace(present, predicted_ms_per_token=present_ms)

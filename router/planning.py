@@ -11,7 +11,8 @@ from kvstate.protocol import Profile, Speculation, Timing
 from router.checks import CheckSeen
 from router.driver import CATCH_UP
 from router.own_rates import Missing, OwnRates, Shifts, shifted
-from router.planner import Plan, Planner, keep_or_change
+from router.plan import Plan, split_cascade
+from router.planner import Found, Planner, keep_or_change
 from router.probing import ProbeBudget, ProbePlan, choose_probe
 from router.sequence import Holder
 from router.snapshot import EVERY, Context, TableSnapshot
@@ -92,7 +93,7 @@ class Planning:
         self._snapshot: TableSnapshot | None = None
         self._snapshot_s = 0.0
         self._by_context: dict[Context, TableSnapshot] = {}
-        self._found: dict[tuple[str, ...], tuple[int, ...]] = {}
+        self._found: Found = {}
         self._plans: dict[tuple[object, ...], Plan] = {}
         self._present: dict[tuple[object, ...], Plan] = {}
         self.table = RouterTable()
@@ -136,7 +137,7 @@ class Planning:
             self.table.observe_probe({**samples, target: committed}, own.context)
 
     def record_round(self, plan: Plan, seconds: float, num_tokens: int, speculation: Speculation) -> None:
-        record = self.records.setdefault(plan.chain, RunRecord())
+        record = self.records.setdefault(plan.label, RunRecord())
         record.seconds += seconds
         record.tokens += num_tokens
         record.rounds += 1
@@ -177,7 +178,7 @@ class Planning:
         return self._adaptive(models, shifts, missing, context)
 
     def choose_probe(
-        self, holders: Sequence[str], chain: Sequence[str], output_len: int, speculation: Speculation, own: OwnRates
+        self, holders: Sequence[str], plan: Plan, output_len: int, speculation: Speculation, own: OwnRates
     ) -> ProbePlan | None:
         """The probe that goes beside this round, if any; counted. None where the planner's choice is not asked for."""
         if not self._is_planned(speculation):
@@ -187,7 +188,7 @@ class Planning:
             self._budget,
             self._seen_in(own.context),
             models,
-            chain,
+            plan.pairs,
             output_len,
             self._settings.explore,
             own,
@@ -237,23 +238,31 @@ class Planning:
             seen = shifted(snapshot, key[1], key[2])
             planner = Planner(seen, self._settings.max_window, self._found)
             present = self._present.get(key)
-            chosen = keep_or_change(seen, present, planner.candidates(key[0])[0])
+            chosen = keep_or_change(seen, present, planner.fastest(key[0]))
             chosen = planner.with_stop(chosen)
-            self.plan_changes += present is not None and present.chain != chosen.chain
+            self.plan_changes += present is not None and present.label != chosen.label
             if len(self._present) >= MOST_PRESENT:
                 self._present.clear()
             self._plans[key] = self._present[key] = chosen
         return self._plans[key]
 
     def _fixed(self, models: Sequence[str], chain: Sequence[str], windows: Sequence[int]) -> Plan:
-        """The wished chain without the levels that hold nothing; a level's window goes with it."""
+        """The wished chain without the levels that hold nothing; a level's window goes with it. Windows that were not
+        wished are planned, as those of tails always are.
+        """
+        first, tail = split_cascade(chain[0])
+        first, tail = (first, tail) if first in models else (tail or first, None)
+        chain = (first, *chain[1:])
         kept = [i for i, name in enumerate(chain) if name in models]
         names = tuple(chain[i] for i in kept)
-        if windows:
-            return Plan(names, tuple(windows[i] for i in kept[:-1]), 0.0)
-        key = ("fixed", *names)
+        given = tuple(windows[i] for i in kept[:-1]) if windows else ()
+        tail = tail if tail in models and len(names) > 1 else None
+        if given and tail is None:
+            return Plan(names, given, 0.0)
+        key = ("fixed", names, given, tail)
         snapshot = self.snapshot()
         if key not in self._plans:
             planner = Planner(snapshot, self._settings.max_window)
-            self._plans[key] = planner.with_stop(planner.best(names))
+            best = planner.best_tail(names, given, tail) if given and tail else planner.best(names, tail)
+            self._plans[key] = planner.with_stop(best)
         return self._plans[key]

@@ -8,9 +8,8 @@ noticed). One probe is allowed before the share has room for it, so that a pair 
 20 rounds; a probe that took long (a model that had not read the prompt) is paid off before the next.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 from router.own_rates import OwnRates
 from router.snapshot import ALL_ALIKE, PairEstimate, TableSnapshot
@@ -59,19 +58,19 @@ def choose_probe(
     budget: ProbeBudget,
     snapshot: TableSnapshot,
     models: Sequence[str],
-    chain: Sequence[str],
+    compared: Collection[tuple[str, str]],
     num_committed_outputs: int,
     explore: float,
     own: OwnRates,
 ) -> ProbePlan | None:
     """The probe that this round should carry, or None.
 
-    `models` are those that hold the sequence, cheapest first, target last; `num_committed_outputs` counts its output so
-    far (prompt positions are no fair sample of what is generated), `own` what was examined of it.
+    `models` are those that hold the sequence, cheapest first, target last; `compared`: pairs that the round compares;
+    `num_committed_outputs` counts its output so far (prompt positions are no fair sample of what is generated), `own`
+    what was examined of it.
     """
     if not _has_room(budget, explore):
         return None
-    compared = set(pairwise(chain))
     pairs = [pair for pair in snapshot.pairs if pair not in compared and set(pair) <= set(models)]
     if explore <= 0.0 or not pairs or num_committed_outputs < 1:
         return None

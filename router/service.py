@@ -38,7 +38,7 @@ from router.classes import context_of
 from router.driver import MOST_BEHIND, Commit, RoundDriver, TargetLost
 from router.links import Outbound, StepCalls
 from router.own_rates import Missing, OwnRates
-from router.planner import Plan
+from router.plan import Plan
 from router.planning import Planning, RequestObserver, RouterSettings
 from router.probing import ProbePlan
 from router.sequence import Holder, Limits, RunningSequence, TargetCounts
@@ -301,7 +301,7 @@ class RouterCore:
     async def _rounds(self, request: Request, driver: RoundDriver) -> None:
         sequence = driver.sequence
         plan = self._plan(request, sequence, ())
-        commit = await driver.prefill(self._settings.target, plan.chain[:-1])
+        commit = await driver.prefill(self._settings.target, plan.drafters)
         if not request.output:
             self.stats.first_token_s.add(self._clock() - request.arrived_s)
         self._deliver(request, sequence, commit)
@@ -318,7 +318,7 @@ class RouterCore:
         own = request.own
         speculation = request.message.speculation
         plan = self.planning.plan(tuple(sequence.holders), speculation, own.shifts, missing, own.context)
-        request.chain = plan.chain
+        request.chain = plan.label
         return plan
 
     def _missing(self, sequence: RunningSequence) -> Missing:
@@ -334,7 +334,7 @@ class RouterCore:
         return tuple(sorted(missing))
 
     def _count_round(self, request: Request, plan: Plan, seconds: float, num_tokens: int) -> None:
-        self.stats.add_round(plan.chain, seconds, num_tokens)
+        self.stats.add_round(plan.label, seconds, num_tokens)
         self.planning.record_round(plan, seconds, num_tokens, request.message.speculation)
 
     def _deliver(self, request: Request, sequence: RunningSequence, commit: Commit) -> None:
@@ -371,9 +371,7 @@ class RouterCore:
     def _start_probe(self, request: Request, driver: RoundDriver, plan: Plan) -> None:
         sequence = driver.sequence
         speculation = request.message.speculation
-        probe = self.planning.choose_probe(
-            tuple(sequence.holders), plan.chain, sequence.output_len, speculation, request.own
-        )
+        probe = self.planning.choose_probe(tuple(sequence.holders), plan, sequence.output_len, speculation, request.own)
         if probe is not None:
             self.stats.probes += 1
             task = asyncio.create_task(self._probe(request.own, driver, probe))

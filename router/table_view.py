@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from kvstate.protocol import Member, Speculation
-from router.planner import Plan
+from router.plan import Plan
 from router.planning import Planning
 from router.snapshot import EVERY, Context, ModelCost, Pair, PairEstimate, TableSnapshot
 
@@ -15,7 +15,7 @@ def explain(planning: Planning, members: Sequence[Member], can_serve: bool) -> d
         row["replicas"] = [_replica_row(member) for member in members if member.info.model == row["name"]]
     plan = planning.plan(planning.table.models, Speculation()) if can_serve else Plan((), (), 0.0)
     return {
-        "chain": plan.chain,
+        "chain": plan.label,
         "windows": plan.windows,
         **rows,
         "candidates": [_candidate_row(planning, candidate) for candidate in planning.candidates()],
@@ -24,10 +24,11 @@ def explain(planning: Planning, members: Sequence[Member], can_serve: bool) -> d
 
 
 def _candidate_row(planning: Planning, plan: Plan) -> dict[str, object]:
-    record = planning.records.get(plan.chain)
+    record = planning.records.get(plan.label)
     return {
-        "chain": plan.chain,
+        "chain": plan.label,
         "windows": plan.windows,
+        "tail_window": plan.tail.window if plan.tail is not None else None,
         "predicted_ms_per_token": plan.predicted_ms_per_token,
         "measured_ms_per_token": record.ms_per_token if record else None,
         "rounds": record.rounds if record else 0,

@@ -33,7 +33,7 @@ from models.transformers_backend import TransformersBackend
 from router.planning import RouterSettings
 
 PROMPTS = [b"Hello world", b"The quick brown fox jumps over the lazy dog", b"a"]
-CHAINS = [("a", "t"), ("b", "t"), ("a", "b", "t")]
+CHAINS = [("a", "t"), ("b", "t"), ("a", "b", "t"), ("b+a", "t")]
 GREEDY = Sampling()
 
 
@@ -284,7 +284,7 @@ def independent(folder: Path, prompt: list[int], max_tokens: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-REAL_CHAINS = [("n", "t"), ("a", "t"), ("n", "a", "t")]
+REAL_CHAINS = [("n", "t"), ("a", "t"), ("n", "a", "t"), ("a+n", "t")]
 
 
 PENALTIES = Sampling(

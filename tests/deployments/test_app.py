@@ -92,7 +92,8 @@ def eventually(holds: Callable[[], bool], limit_s: float) -> None:
 
 
 def test_text_is_the_targets_own_whatever_drafts(app: App) -> None:
-    for speculation in ({"mode": "off"}, {"mode": "auto"}, FIXED):
+    cascade = {"mode": "fixed", "chain": [f"m8b+{FIXED['chain'][0]}", TARGET]}
+    for speculation in ({"mode": "off"}, {"mode": "auto"}, FIXED, cascade):
         answer = app.complete(max_tokens=40, speculation=speculation)
         assert answer["choices"][0]["text"] == reference(40), speculation
         assert answer["choices"][0]["finish_reason"] == "length"

@@ -66,6 +66,25 @@ def test_numbers_that_no_frame_can_carry_are_refused(fields: dict[str, Any], par
     assert (caught.value.status, caught.value.param) == (400, param)
 
 
+@pytest.mark.parametrize(
+    "chain",
+    [["m70b"], ["m68", "m70b"], ["m68", "m1b", "m8b", "m70b"], ["m8b+m68", "m70b"], ["m1b+m68", "m8b", "m70b"]],
+)
+def test_chains_that_can_be_wished(chain: list[str]) -> None:
+    assert completion(speculation={"mode": "fixed", "chain": chain}).speculation.chain == chain
+
+
+@pytest.mark.parametrize(
+    "chain",
+    [[], ["m68"], ["m1b", "m68", "m70b"], ["m68+m8b", "m70b"], ["m8b+", "m1b"], ["m8b+m8b", "m70b"], ["m70b+m68"]]
+    + [["m8b+no", "m70b"], ["m68", "m8b+m1b", "m70b"], ["m8b+m1b+m68", "m70b"]],
+)
+def test_chains_that_cannot(chain: list[str]) -> None:
+    with pytest.raises(ApiError) as caught:
+        completion(speculation={"mode": "fixed", "chain": chain})
+    assert (caught.value.status, caught.value.param) == (400, "speculation.chain")
+
+
 def test_how_many_logprobs_are_wanted() -> None:
     messages = [{"role": "user", "content": "x"}]
 

@@ -11,7 +11,9 @@ import pytest
 
 from benchmarks.oracle import Level, best_by_length, ms_per_token
 from router.checks import Kind, kinds_of
-from router.planner import Plan, Planner, keep_or_change, predict
+from router.plan import Plan, Tail
+from router.planner import Found, Planner, keep_or_change
+from router.planner import predict as predict_plan
 from router.renewal import Rates
 from router.snapshot import ModelCost, PairEstimate, TableSnapshot
 
@@ -19,7 +21,7 @@ NAMES = ("a", "b", "c", "d", "e", "f")
 
 
 def fastest(snapshot: TableSnapshot, models: Sequence[str], max_window: int) -> Plan:
-    return Planner(snapshot, max_window).candidates(models)[0]
+    return Planner(snapshot, max_window).fastest(models)
 
 
 def snapshot_of(levels: list[Level]) -> TableSnapshot:
@@ -42,6 +44,10 @@ def random_levels(rng: random.Random, num_levels: int) -> list[Level]:
         Level(base, agreement, rng.uniform(0, 0.03) * base, rng.uniform(0, 0.03) * base, rng.uniform(0.1, 1.0))
         for base, agreement in zip(bases, agreements, strict=True)
     ]
+
+
+def predict(snapshot: TableSnapshot, chain: Sequence[str], windows: Sequence[int]) -> float:
+    return predict_plan(snapshot, Plan(tuple(chain), tuple(windows), 0.0))
 
 
 def independent_rounds(snapshot: TableSnapshot, chain: list[str], windows: list[int], num_tokens: int) -> float:
@@ -124,15 +130,42 @@ def test_a_model_without_room_is_not_planned() -> None:
 def test_candidates_name_every_chain_once_and_agree_with_predict() -> None:
     snapshot = snapshot_of([Level(2.0, 0.55), Level(8.0, 0.72), Level(15.0, 0.85), Level(45.0, 1.0)])
     found = Planner(snapshot, 16).candidates(NAMES[:4])
-    assert len({p.chain for p in found}) == len(found) == 8
+    assert len({p.label for p in found}) == len(found) == 8 + 3
     for p in found:
-        assert predict(snapshot, p.chain, p.windows) == pytest.approx(p.predicted_ms_per_token, rel=1e-4)
+        assert predict_plan(snapshot, p) == pytest.approx(p.predicted_ms_per_token, rel=1e-4)
+
+
+@pytest.mark.parametrize(("head", "tail"), [(1, 1), (2, 5), (4, 3)])
+def test_a_tail_is_predicted_as_the_oracle_plays_it(head: int, tail: int) -> None:
+    levels = [Level(1.0, 0.5, 0.1, 0.0, 0.3), Level(6.0, 0.85, 0.5, 0.0, 1.0), Level(40.0, 1.0, 1.0, 0.0, 1.0)]
+    plan = Plan(("b", "c"), (head,), 0.0, tail=Tail("a", tail))
+    played = ms_per_token(levels[1:], [head], num_tokens=200_000, tail=(levels[0], tail))
+    assert predict_plan(snapshot_of(levels), plan) == pytest.approx(played, rel=0.01)
+
+
+def test_a_tail_is_taken_where_it_pays() -> None:
+    cheap, good, target = Level(0.05, 0.6), Level(3.0, 0.9, hop_ms=8.0), Level(45.0, 1.0)
+    best = fastest(snapshot_of([cheap, good, target]), NAMES[:3], max_window=16)
+    assert best.label == ("b+a", "c")
+    assert best.tail is not None
+    assert best.drafters == ("a", "b")
+    useless = fastest(snapshot_of([replace(cheap, agreement=0.02), good, target]), NAMES[:3], max_window=16)
+    assert useless.label == ("b", "c")
+
+
+def test_a_tail_stops_where_its_own_part_would_be_too_seldom_right() -> None:
+    snapshot = snapshot_of([Level(0.05, 0.6), Level(8.0, 0.8), Level(45.0, 1.0, per_token_ms=2.0)])
+    planner = Planner(snapshot, 16)
+    plan = planner.with_stop(planner.best_tail(("b", "c"), (2,), "a"))
+    assert plan.tail is not None
+    assert plan.tail.stop_below == pytest.approx(plan.stop_below / 0.8**2)
 
 
 def test_a_search_that_begins_at_former_windows_finds_as_good_ones() -> None:
     rng = random.Random(3)
     for _ in range(5):
-        levels, found = random_levels(rng, 5), dict[tuple[str, ...], tuple[int, ...]]()
+        found: Found = {}
+        levels = random_levels(rng, 5)
         Planner(snapshot_of(levels), 16, found).candidates(NAMES[:5])
         changed = snapshot_of([*(replace(level, agreement=0.9 * level.agreement) for level in levels[:-1]), levels[-1]])
         cold, warm = (Planner(changed, 16, begin).candidates(NAMES[:5])[0] for begin in (None, found))

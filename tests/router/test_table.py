@@ -11,6 +11,7 @@ import pytest
 from kvstate.protocol import Profile, Speculation, Timing
 from router.checks import CheckSeen, Kind
 from router.own_rates import OwnRates
+from router.plan import Plan
 from router.planning import Planning, RouterSettings
 from router.probing import ProbeBudget, ProbePlan, choose_probe
 from router.snapshot import PairEstimate, TableSnapshot
@@ -208,11 +209,11 @@ def test_rows_have_the_contract_s_fields() -> None:
 
 def test_probes_start_at_once_prefer_unknown_pairs_and_stay_within_their_share() -> None:
     table, budget = table_of("a", "b", "c"), ProbeBudget()
-    first = choose_probe(budget, table.snapshot(), ("a", "b", "c"), ("b", "c"), 10, 0.05, OwnRates())
+    first = choose_probe(budget, table.snapshot(), ("a", "b", "c"), [("b", "c")], 10, 0.05, OwnRates())
     assert first == ProbePlan(("a", "b"), 10)
     taken = []
     for _ in range(1000):
-        probe = choose_probe(budget, table.snapshot(), ("a", "b", "c"), ("b", "c"), 100, 0.05, OwnRates())
+        probe = choose_probe(budget, table.snapshot(), ("a", "b", "c"), [("b", "c")], 100, 0.05, OwnRates())
         budget.record(probe)
         if probe is not None:
             assert probe.count == 64
@@ -227,8 +228,9 @@ def test_requests_that_do_not_ask_for_the_planner_carry_no_probes(wish: Speculat
     planning = Planning(RouterSettings(("a", "b")), lambda: 0.0, RouterStats())
     for name in ("a", "b"):
         planning.add_model(name, Profile(1.0))
-    assert planning.choose_probe(("a", "b"), ("b",), 10, wish, OwnRates()) is None
-    assert planning.choose_probe(("a", "b"), ("b",), 10, Speculation(), OwnRates()) == ProbePlan(("a",), 10)
+    alone = Plan(("b",), (), 0.0)
+    assert planning.choose_probe(("a", "b"), alone, 10, wish, OwnRates()) is None
+    assert planning.choose_probe(("a", "b"), alone, 10, Speculation(), OwnRates()) == ProbePlan(("a",), 10)
 
 
 def test_a_request_is_probed_soon_where_requests_differ() -> None:
@@ -244,13 +246,14 @@ def test_a_request_is_probed_soon_where_requests_differ() -> None:
         snapshot = TableSnapshot(models, {("a", "b"): replace(pair, prior_positions=prior_positions)})
         own = OwnRates()
         own.observe(("a", "b"), int(examined), [0.5] * int(examined), prior_positions)
-        probe = choose_probe(budget, snapshot, ("a", "b"), ("b",), num_outputs, 0.05, own)
+        probe = choose_probe(budget, snapshot, ("a", "b"), [], num_outputs, 0.05, own)
         assert (probe is not None) == probes
 
 
 def test_a_probe_that_took_long_is_paid_off_before_the_next() -> None:
     budget = ProbeBudget(rounds=1000, probes=1, rounds_s=10.0, probes_s=1.0)
-    asked = (table_of("a", "b").snapshot(), ("a", "b"), ("b",), 10, 0.05, OwnRates())
+    nothing: list[tuple[str, str]] = []
+    asked = (table_of("a", "b").snapshot(), ("a", "b"), nothing, 10, 0.05, OwnRates())
     assert choose_probe(budget, *asked) is None
     budget.rounds_s = 20.0
     assert choose_probe(budget, *asked) is not None
@@ -258,11 +261,11 @@ def test_a_probe_that_took_long_is_paid_off_before_the_next() -> None:
 
 def test_no_probe_where_nothing_can_be_learned_or_spent() -> None:
     snapshot, budget = table_of("a", "b").snapshot(), ProbeBudget()
-    assert choose_probe(budget, snapshot, ("a", "b"), ("a", "b"), 10, 0.05, OwnRates()) is None
-    assert choose_probe(budget, snapshot, ("b",), ("b",), 10, 0.05, OwnRates()) is None
-    assert choose_probe(budget, snapshot, ("a", "b"), ("b",), 10, 0.0, OwnRates()) is None
-    assert choose_probe(budget, snapshot, ("a", "b"), ("b",), 0, 0.05, OwnRates()) is None
-    assert choose_probe(budget, snapshot, ("a", "b"), ("b",), 10, 0.05, OwnRates()) == ProbePlan(("a",), 10)
+    assert choose_probe(budget, snapshot, ("a", "b"), [("a", "b")], 10, 0.05, OwnRates()) is None
+    assert choose_probe(budget, snapshot, ("b",), [], 10, 0.05, OwnRates()) is None
+    assert choose_probe(budget, snapshot, ("a", "b"), [], 10, 0.0, OwnRates()) is None
+    assert choose_probe(budget, snapshot, ("a", "b"), [], 0, 0.05, OwnRates()) is None
+    assert choose_probe(budget, snapshot, ("a", "b"), [], 10, 0.05, OwnRates()) == ProbePlan(("a",), 10)
 
 
 @pytest.mark.parametrize(("errors", "strength"), [("shared", -1.0), ("independent", 0.0), ("same", 1.0)])

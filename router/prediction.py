@@ -1,0 +1,131 @@
+"""What a plan takes per committed token, by the table as it is now. Pure.
+
+A production of level i (router/renewal.py) costs its calls of the level below, one batch of E[L] + 1 rows and one hop.
+When a level accepts all it held, the levels below it lack one row more than otherwise (the level's own token), which
+is added there. That errors of levels fall together is known for three levels that follow one another: how often the
+third accepts what the second accepted from the first. Positions are taken to be independent, but for a draft's.
+"""
+
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
+
+from router.plan import Chain, Plan, Tail, Windows
+from router.renewal import Production, Sweep, checked, sweep
+from router.snapshot import TableSnapshot
+
+
+@dataclass(frozen=True, slots=True)
+class _CheckCost:
+    """One check by the last of a chain; `catch_up_ms`: the rows that full acceptance costs the levels below it."""
+
+    call_ms: float
+    row_ms: float
+    catch_up_ms: float
+
+    def of(self, held_tokens: float, all_kept: float) -> float:
+        return self.call_ms + self.row_ms * held_tokens + self.catch_up_ms * all_kept
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """`goes_on[j]`: the probability that after j accepted tokens one more is drafted and accepted, `continues[j]`: that
+    after j tokens one more is drafted at all; `reached[j]`: that j are; `time_ms`: to draft.
+    """
+
+    goes_on: list[float]
+    continues: list[float]
+    reached: list[float]
+    time_ms: float
+
+
+class Prediction:
+    """Over one snapshot; keeps every production it computed, so make a new one for a new snapshot."""
+
+    def __init__(self, snapshot: TableSnapshot) -> None:
+        self._snapshot = snapshot
+        self._productions: dict[tuple[Chain, Windows, Tail | None], Production] = {}
+        self._costs: dict[Chain, _CheckCost] = {}
+
+    def ms_per_token(self, plan: Plan) -> float:
+        chain, windows = plan.chain, plan.windows
+        assert len(windows) == len(chain) - 1, "a chain of n levels has n − 1 windows"
+        if len(chain) == 1:
+            cost = self._snapshot.models[chain[0]]
+            return cost.batch_ms(1.0) + cost.call_ms
+        production = self._production(chain, windows, plan.tail)
+        return production.time_ms / production.mean_tokens + self._join_ms(plan)
+
+    def by_last_window(self, plan: Plan, max_window: int) -> list[float]:
+        """Time per token for every value 1 … `max_window` of the last window of a chain of three or more: only means
+        are needed at the target.
+        """
+        chain = plan.chain
+        lower = self._production(chain[:-1], plan.windows[: len(chain) - 2], plan.tail)
+        means = sweep(lower, self._snapshot.rates(*chain[-3:]), max_window)
+        join_ms = self._join_ms(plan)
+        return [self._check_ms(chain, lower, means, i) / means.delivered[i] + join_ms for i in range(max_window)]
+
+    def _production(self, chain: Chain, windows: Windows, tail: Tail | None) -> Production:
+        key = (chain, windows, tail)
+        if key not in self._productions:
+            made = self._first_check(chain, windows[0], tail) if len(chain) == 2 else self._collected(*key)
+            self._productions[key] = made
+        return self._productions[key]
+
+    def _first_check(self, chain: Chain, window: int, tail: Tail | None) -> Production:
+        """Level 2 checks exactly what one draft brought: all that was asked for, or less where there was no guess."""
+        draft = self._draft(chain[0], chain[1], window)
+        if tail is not None:
+            draft = self._with_tail(draft, chain, tail)
+        accepted = tuple(accumulate(draft.goes_on, mul, initial=1.0))
+        ended = [
+            so_far * min(1.0 - more_drafted, 1.0 - more_accepted)
+            for so_far, more_drafted, more_accepted in zip(accepted, draft.continues, draft.goes_on, strict=False)
+        ]
+        extended = (*ended, accepted[-1])
+        corrected = [so_far - more - end for so_far, more, end in zip(accepted, accepted[1:], ended, strict=False)]
+        check_ms = self._check_cost(chain).of(sum(draft.reached[1:]), sum(extended))
+        return Production((*corrected, 0.0), extended, draft.time_ms + check_ms)
+
+    def _draft(self, drafter: str, checker: str, window: int) -> _Draft:
+        cost = self._snapshot.models[drafter]
+        goes_on = self._snapshot.draft_goes_on(drafter, checker, window)
+        continues = [max(pair) for pair in zip(self._snapshot.draft_continues(drafter, window), goes_on, strict=True)]
+        reached = list(accumulate(continues, mul, initial=1.0))
+        return _Draft(goes_on, continues, reached, sum(reached[:-1]) * cost.batch_ms(1.0) + cost.call_ms)
+
+    def _with_tail(self, head: _Draft, chain: Chain, tail: Tail) -> _Draft:
+        """Both drafters compute what the other drafted as well, where it was accepted."""
+        rest = self._draft(tail.model, chain[1], tail.window)
+        begun = head.reached[-1]
+        first, second = (self._snapshot.models[name] for name in (chain[0], tail.model))
+        accepted = list(accumulate((*head.goes_on, *rest.goes_on), mul, initial=1.0))
+        num_head = len(head.goes_on)
+        rows_ms = first.row_ms * sum(accepted[num_head + 1 :]) + second.row_ms * sum(accepted[1 : num_head + 1])
+        return _Draft(
+            [*head.goes_on, *rest.goes_on],
+            [*head.continues, *rest.continues],
+            [*head.reached, *(begun * reached for reached in rest.reached[1:])],
+            head.time_ms + begun * rest.time_ms + rows_ms,
+        )
+
+    def _collected(self, chain: Chain, windows: Windows, tail: Tail | None) -> Production:
+        lower = self._production(chain[:-1], windows[:-1], tail)
+        rates = self._snapshot.rates(*chain[-3:])
+        means = sweep(lower, rates, windows[-1])
+        return checked(lower, rates, windows[-1], self._check_ms(chain, lower, means, windows[-1] - 1))
+
+    def _check_ms(self, chain: Chain, lower: Production, means: Sweep, i: int) -> float:
+        """A call of the last of the chain with everything below it."""
+        return means.calls[i] * lower.time_ms + self._check_cost(chain).of(means.held_tokens[i], means.all_kept[i])
+
+    def _check_cost(self, chain: Chain) -> _CheckCost:
+        if chain not in self._costs:
+            checker = self._snapshot.models[chain[-1]]
+            catch_up_ms = sum(self._snapshot.models[name].row_ms for name in chain[:-1])
+            self._costs[chain] = _CheckCost(checker.batch_ms(1.0) + checker.call_ms, checker.row_ms, catch_up_ms)
+        return self._costs[chain]
+
+    def _join_ms(self, plan: Plan) -> float:
+        return sum(self._snapshot.models[name].join_ms for name in (*plan.drafters, plan.chain[-1]))
