@@ -61,7 +61,7 @@ def planning_ms(seed: int) -> tuple[float, float]:
     times = []
     for snapshot in (snapshot_of(levels), snapshot_of([*changed, levels[-1]])):
         started_s = time.perf_counter()
-        Planner(snapshot, MAX_WINDOW, found).fastest(NAMES[: len(levels)])
+        Planner(snapshot, MAX_WINDOW, found).choose(NAMES[: len(levels)])
         times.append((time.perf_counter() - started_s) * 1e3)
     return times[0], times[1]
 
@@ -84,7 +84,7 @@ def compare(seed: int) -> Computed:
     """One random table, known to planner and oracle alike."""
     levels = levels_of(seed)
     names = NAMES[: len(levels)]
-    plan = Planner(snapshot_of(levels), MAX_WINDOW).fastest(names)
+    plan = Planner(snapshot_of(levels), MAX_WINDOW).choose(names)
     chosen = [levels[names.index(name)] for name in plan.chain]
     tail = None if plan.tail is None else (levels[names.index(plan.tail.model)], plan.tail.window)
     real_ms = ms_per_token(chosen, plan.windows, num_tokens=ORACLE_TOKENS, seed=seed, tail=tail)

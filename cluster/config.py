@@ -140,6 +140,7 @@ class RouterConfig(Section):
     explore: Share = 0.05
     max_window: Count = 16
     slo_ms_per_token: Positive | None = None
+    remember: bool = True
 
 
 class KVConfig(Section):

@@ -21,8 +21,6 @@ def refuse_unsupported(config: "AppConfig") -> None:
             raise _unsupported(f"{path}.replicas", "as a range; give a number")
         if index and config.levels[model.name] == config.levels[config.models[index - 1].name]:
             raise _unsupported(f"{path}.level", "several models of one level; give each its own")
-    if config.router.slo_ms_per_token is not None:
-        raise _unsupported("router.slo_ms_per_token", "leave it out")
     for index, element in enumerate(config.router.chain or ()):
         if not isinstance(element, str):
             raise _unsupported(f"router.chain[{index}]", "cooperating drafters; give one name")

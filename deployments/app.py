@@ -8,7 +8,7 @@ import ray
 from ray import serve
 from ray.serve import Application
 
-from cluster.config import AppConfig, load_config, parse_config
+from cluster.config import load_config, parse_config
 from cluster.placement import Placement, place
 from deployments.coordinator import KVCoordinator
 from deployments.ingress import Ingress
@@ -34,7 +34,7 @@ def build_app(args: dict[str, object]) -> Application:
     token_env, waiting = config.security.stream_token_env, config.http.max_queue
     names = [model.name for model in config.models]
     coordinator = _one(KVCoordinator).bind(names, waiting, config.kv.lease_s, token_env)
-    router = _one(Router).bind(_router_settings(config, names), coordinator, token_env)
+    router = _one(Router).bind(data, coordinator)
     placements = place(config, num_nodes())
     replicas = [_replicas(placement).bind(data, placement.model, coordinator) for placement in placements]
     app: Application = _one(Ingress).bind(data, router, replicas)
@@ -44,19 +44,6 @@ def build_app(args: dict[str, object]) -> Application:
 def num_nodes() -> int:
     """Living nodes of the cluster that builds the app; 1 where it is only looked at."""
     return sum(node["Alive"] for node in ray.nodes()) if ray.is_initialized() else 1
-
-
-def _router_settings(config: AppConfig, names: list[str]) -> dict[str, object]:
-    return {
-        "models": tuple(names),
-        "levels": tuple(config.levels[name] for name in names),
-        "policy": config.router.policy,
-        "chain": config.fixed_chain or (),
-        "windows": config.router.windows or (),
-        "explore": config.router.explore,
-        "max_window": config.router.max_window,
-        "max_queue": config.http.max_queue,
-    }
 
 
 def _one(cls: type) -> Any:

@@ -1,20 +1,48 @@
 """The router as a Serve deployment of one replica: streams around `RouterCore`."""
 
 import asyncio
+import logging
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
+from cluster.config import AppConfig, parse_config
+from cluster.config_errors import ConfigError
 from cluster.dialer import Dialer
 from cluster.stream import Stream
 from cluster.transport import MakeHandler, RefusedError, serve
+from deployments.memory import Memory, memory_path
 from deployments.metrics import RouterMetrics
 from deployments.streams import Callbacks, endpoint, new_generation, node_address
 from kvstate.protocol import AnyMessage, Members, Message
+from router.learned import NOTHING
 from router.planning import RouterSettings
 from router.service import RouterCore
+
+log = logging.getLogger(__name__)
+
+
+def settings_of(config: AppConfig) -> RouterSettings:
+    names = [model.name for model in config.models]
+    return RouterSettings(
+        models=tuple(names),
+        levels=tuple(config.levels[name] for name in names),
+        policy=config.router.policy,
+        chain=config.fixed_chain or (),
+        windows=config.router.windows or (),
+        explore=config.router.explore,
+        max_window=config.router.max_window,
+        slo_ms_per_token=config.router.slo_ms_per_token,
+        max_queue=config.http.max_queue,
+    )
+
+
+def changed_settings(data: Mapping[str, Any], user_config: Mapping[str, Any]) -> RouterSettings:
+    """Of an app's config, with other values in its section `router`. Raises ConfigError."""
+    given = {**data, "router": {**data.get("router", {}), **user_config}}
+    return settings_of(parse_config(given, str(given.get("name", "app"))))
 
 
 class Router:
@@ -22,15 +50,22 @@ class Router:
 
     # mypy knows no async constructor; Serve awaits it.
     async def __init__(  # type: ignore[misc]
-        self, settings: dict[str, object], coordinator: DeploymentHandle[Any], token_env: str | None
+        self, data: Mapping[str, Any], coordinator: DeploymentHandle[Any]
     ) -> None:
         generation = new_generation()
+        self._data = data
+        config = parse_config(data, str(data.get("name", "app")))
+        token_env = config.security.stream_token_env
         self._own = endpoint("router", f"router-{generation}", token_env, generation)
         self._ingresses: dict[str, Stream] = {}
         self._replicas: dict[str, Dialer] = {}
         self._stopping: set[asyncio.Task[None]] = set()
         self._outdated: RefusedError | None = None
-        self._core = RouterCore(RouterSettings(**settings), self, generation=generation)  # type: ignore[arg-type]
+        memory = Memory(memory_path(config)) if config.router.remember else None
+        learned = NOTHING if memory is None else await asyncio.to_thread(memory.read)
+        self._core = RouterCore(settings_of(config), self, generation=generation, learned=learned)
+        if memory is not None:
+            self._saving = asyncio.create_task(memory.keep(self._core))
         self._metrics = RouterMetrics(self._core, self._own.stats.bad_frames)
         self._server = await serve(self._own, node_address(), 0, self._accept)
         self._coordinator = self._dialer(coordinator.endpoint.remote, self._coordinator_stream)
@@ -53,6 +88,15 @@ class Router:
     async def metrics_text(self) -> str:
         """GET /metrics: the whole app's."""
         return self._metrics.text()
+
+    def reconfigure(self, user_config: Mapping[str, Any]) -> None:
+        """`router:` values changed while it runs. Wrong ones are logged and change nothing: a router that failed for
+        them would take the app with it.
+        """
+        try:
+            self._core.change(changed_settings(self._data, user_config))
+        except ConfigError as error:
+            log.error("user_config of the Router is not taken over: %s", error)  # noqa: TRY400
 
     def check_health(self) -> None:
         """A router whose generation is refused was overtaken: Serve starts another."""

@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from router.learned import Counts, faded
+
 PRIOR_ACCEPTANCE = 0.5
 PRIOR_POSITIONS = 2.0
 HALF_LIFE_POSITIONS = 2000.0
@@ -40,6 +42,10 @@ class FadingCount:
         self.successes = self.successes * fade + successes
         self.trials = self.trials * fade + trials
 
+    @property
+    def counts(self) -> Counts:
+        return self.successes, self.trials
+
     def rate_from(self, prior: float, weight: float) -> float:
         """The share of successes, the prior counting as much as `weight` trials."""
         return (self.successes + prior * weight) / (self.trials + weight)
@@ -62,6 +68,15 @@ class Acceptance:
 
     def rate_from(self, prior: float, weight: float) -> float:
         return self._all.rate_from(prior, weight)
+
+    @property
+    def counts(self) -> Counts:
+        return self._all.counts
+
+    @classmethod
+    def restored(cls, counts: Counts) -> "Acceptance":
+        successes, trials = faded(counts)
+        return cls(int(trials), _all=FadingCount(successes, trials))
 
     def observe_check(self, num_checked: int, num_accepted: int) -> None:
         """`num_accepted` of `num_checked` tokens equalled the upper level's samples, up to the first mismatch."""
@@ -129,6 +144,14 @@ class Association:
         self._second.add(second_equal, 1)
 
     @property
+    def counts(self) -> tuple[Counts, Counts, Counts]:
+        return self._both.counts, self._first.counts, self._second.counts
+
+    @classmethod
+    def restored(cls, counts: tuple[Counts, Counts, Counts]) -> "Association":
+        return cls(*(FadingCount(*faded(count)) for count in counts))
+
+    @property
     def strength(self) -> float:
         """0: independent; 1: both are equal as often as the two shares allow; −1: as seldom as they allow."""
         first, second = (count.rate_from(0.0, 1e-9) for count in (self._first, self._second))
@@ -156,6 +179,14 @@ class PositionRates:
         for j in range(examined):
             self._positions[j].dispersion = dispersion
             self._positions[j].observe(int(j < num_tokens), 1)
+
+    @property
+    def counts(self) -> list[Counts]:
+        return [position.counts for position in self._positions]
+
+    @classmethod
+    def restored(cls, counts: Sequence[Counts]) -> "PositionRates":
+        return cls([Acceptance.restored(count) for count in counts])
 
     def rates_from(self, others: Sequence[float], weight: float) -> Iterator[float]:
         """Each position's from what others say of it, the last of them of all further on, counting `weight` trials."""
@@ -199,6 +230,14 @@ class Dispersion:
         share = max(0.1, 1.0 / self._requests)
         self._ratio += share * (min(ratio, _MOST_DISPERSION) - self._ratio)
         self._positions += share * (2.0 / (1.0 / num_positions + 1.0 / before[0]) - self._positions)
+
+    @property
+    def learned(self) -> tuple[float, float, int]:
+        return self._ratio, self._positions, self._requests
+
+    @classmethod
+    def restored(cls, learned: tuple[float, float, int]) -> "Dispersion":
+        return cls(*learned)
 
     @property
     def ratio(self) -> float:

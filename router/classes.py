@@ -9,7 +9,7 @@ import re
 import zlib
 
 from kvstate.protocol import Sampling
-from router.snapshot import EVERY, Context
+from router.keys import EVERY, Context
 
 MOST_CHARACTERS = 4096
 """The end of the text is looked at, and no more."""

@@ -10,7 +10,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from router.snapshot import ALL_ALIKE, EVERY, Context, Pair, TableSnapshot
+from router.keys import EVERY, Context, Pair
+from router.snapshot import ALL_ALIKE, TableSnapshot
 
 Shifts = tuple[tuple[Pair, float], ...]
 """In log-odds, by pair, sorted; pairs that are as the table says are not named."""

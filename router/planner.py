@@ -8,13 +8,14 @@ alike.
 
 from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations, pairwise
 
 from router.plan import Chain, Plan, Tail, Windows
 from router.prediction import Prediction
 from router.snapshot import TableSnapshot
 
-LEAST_GAIN = 0.005
+LEAST_GAIN, LEAST_CHANGE = 0.005, 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +78,27 @@ class Planner:
             tail = replace(tail, stop_below=min(1.0, stop_below / max(1e-9, right)))
         return replace(plan, stop_below=min(1.0, stop_below), tail=tail)
 
-    def fastest(self, models: Sequence[str]) -> Plan:
-        """Of all candidates; each further level must gain `LEAST_GAIN`, for it can also fail or stall."""
-        return min(
-            self.candidates(models),
-            key=lambda plan: plan.predicted_ms_per_token * (1.0 + LEAST_GAIN) ** len(plan.drafters),
-        )
+    def choose(self, models: Sequence[str], present: Plan | None = None, slo_ms_per_token: float | None = None) -> Plan:
+        """The fastest candidate; with a target for its time, the one that leaves most room for other requests among
+        those predicted to keep it. `present`, predicted afresh, stays where the gain is below `LEAST_CHANGE`.
+        """
+        price = partial(self._price, slo_ms_per_token=slo_ms_per_token)
+        best = min(self.candidates(models), key=price)
+        if present is None or not {*present.drafters, present.chain[-1]} <= set(models):
+            return best
+        present = self._with_prediction(present)
+        (best_missed, best_cost), (present_missed, present_cost) = price(best), price(present)
+        changes = best_missed < present_missed or best_cost <= (1.0 - LEAST_CHANGE) * present_cost
+        return best if changes else present
+
+    def _price(self, plan: Plan, slo_ms_per_token: float | None) -> tuple[bool, float]:
+        """Whether it misses the target, and its cost. Each further level must gain `LEAST_GAIN`, for it can also fail
+        or stall.
+        """
+        time_ms = plan.predicted_ms_per_token
+        is_missed = slo_ms_per_token is not None and time_ms > slo_ms_per_token
+        cost = time_ms if slo_ms_per_token is None or is_missed else self._prediction.busy_ms(plan)
+        return is_missed, cost * (1.0 + LEAST_GAIN) ** len(plan.drafters)
 
     def candidates(self, models: Sequence[str]) -> list[Plan]:
         """The best plan of every shape from `models` (cheapest first, target last), fastest first."""
@@ -163,16 +179,3 @@ def _climbed(plan: Plan) -> tuple[int, ...]:
 def predict(snapshot: TableSnapshot, plan: Plan) -> float:
     """Mean time per committed token in ms."""
     return Prediction(snapshot).ms_per_token(plan)
-
-
-def keep_or_change(snapshot: TableSnapshot, present: Plan | None, new: Plan, least_gain: float = 0.02) -> Plan:
-    """Hysteresis: the present plan, predicted afresh, unless the new one gains at least `least_gain`.
-
-    A present plan whose models are gone gives way.
-    """
-    if present is None or any(name not in snapshot.models for name in (*present.drafters, present.chain[-1])):
-        return new
-    present_ms = predict(snapshot, present)
-    if new.predicted_ms_per_token <= (1.0 - least_gain) * present_ms:
-        return new
-    return replace(present, predicted_ms_per_token=present_ms)

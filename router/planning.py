@@ -4,18 +4,21 @@ Plans are made over a snapshot that is at most `max_age_s` old, once per set of 
 `speculation` and the app's fixed policy come before the planner.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvstate.protocol import Profile, Speculation, Timing
 from router.checks import CheckSeen
 from router.driver import CATCH_UP
+from router.keys import EVERY, Context
+from router.learned import NOTHING, Learned
 from router.own_rates import Missing, OwnRates, Shifts, shifted
 from router.plan import Plan, split_cascade
-from router.planner import Found, Planner, keep_or_change
+from router.planner import Found, Planner
 from router.probing import ProbeBudget, ProbePlan, choose_probe
 from router.sequence import Holder
-from router.snapshot import EVERY, Context, TableSnapshot
+from router.snapshot import TableSnapshot
 from router.stats import RouterStats
 from router.table import RouterTable
 
@@ -37,6 +40,7 @@ class RouterSettings:
     windows: tuple[int, ...] = ()
     explore: float = 0.05
     max_window: int = 16
+    slo_ms_per_token: float | None = None
     max_queue: int = 256
     step_timeout_s: float = 10.0
 
@@ -83,7 +87,12 @@ class Planning:
     """One per router; used on its event loop only."""
 
     def __init__(
-        self, settings: RouterSettings, clock: Callable[[], float], stats: RouterStats, max_age_s: float = 0.25
+        self,
+        settings: RouterSettings,
+        clock: Callable[[], float],
+        stats: RouterStats,
+        max_age_s: float = 0.25,
+        learned: Learned = NOTHING,
     ) -> None:
         self._settings = settings
         self._stats = stats
@@ -96,9 +105,18 @@ class Planning:
         self._found: Found = {}
         self._plans: dict[tuple[object, ...], Plan] = {}
         self._present: dict[tuple[object, ...], Plan] = {}
-        self.table = RouterTable()
+        self.table = RouterTable(learned)
         self.records: dict[tuple[str, ...], RunRecord] = {}
         self.plan_changes = 0
+        self.is_overloaded = False
+
+    def change(self, settings: RouterSettings) -> None:
+        """Other settings for the same models, from the next round on."""
+        assert settings.models == self._settings.models, "a router serves the models it was made for"
+        self._settings = settings
+        self._plans.clear()
+        self._present.clear()
+        self._found.clear()
 
     def add_model(self, name: str, profile: Profile) -> None:
         if self.table.add_model(name, self._settings.level_of(name), profile):
@@ -238,13 +256,19 @@ class Planning:
             seen = shifted(snapshot, key[1], key[2])
             planner = Planner(seen, self._settings.max_window, self._found)
             present = self._present.get(key)
-            chosen = keep_or_change(seen, present, planner.fastest(key[0]))
-            chosen = planner.with_stop(chosen)
+            chosen = planner.with_stop(planner.choose(key[0], present, self._slo_ms_per_token))
             self.plan_changes += present is not None and present.label != chosen.label
             if len(self._present) >= MOST_PRESENT:
                 self._present.clear()
             self._plans[key] = self._present[key] = chosen
         return self._plans[key]
+
+    @property
+    def _slo_ms_per_token(self) -> float | None:
+        """Where requests wait for room, any time is good enough that lets more of them in."""
+        if self._settings.slo_ms_per_token is None and self.is_overloaded:
+            return math.inf
+        return self._settings.slo_ms_per_token
 
     def _fixed(self, models: Sequence[str], chain: Sequence[str], windows: Sequence[int]) -> Plan:
         """The wished chain without the levels that hold nothing; a level's window goes with it. Windows that were not

@@ -56,6 +56,30 @@ class Prediction:
         production = self._production(chain, windows, plan.tail)
         return production.time_ms / production.mean_tokens + self._join_ms(plan)
 
+    def busy_ms(self, plan: Plan) -> float:
+        """Of a replica's time, what a committed token takes of the model that it takes most of: where many requests
+        wait, this bounds how many tokens there can be. A batch's base is shared by the sequences in it.
+        """
+        chain, calls, most = plan.chain, 1.0, 0.0
+        for level in range(len(chain) - 1, 1, -1):
+            lower = self._production(chain[:level], plan.windows[: level - 1], plan.tail)
+            window = plan.windows[level - 1]
+            means = sweep(lower, self._snapshot.rates(*chain[level - 2 : level + 1]), window)
+            most = max(most, calls * self._share_ms(chain[level], 1.0, means.held_tokens[-1] + 1.0))
+            calls *= means.calls[-1]
+        if len(chain) == 1:
+            return self._share_ms(chain[0], 1.0, 1.0)
+        draft = self._draft(chain[0], chain[1], plan.windows[0])
+        steps = {chain[0]: sum(draft.reached[:-1])}
+        num_drafted = sum(draft.reached[1:])
+        if plan.tail is not None:
+            rest = self._draft(plan.tail.model, chain[1], plan.tail.window)
+            steps[plan.tail.model] = draft.reached[-1] * sum(rest.reached[:-1])
+            num_drafted += draft.reached[-1] * sum(rest.reached[1:])
+        loads = [self._share_ms(name, number, 1.0) for name, number in steps.items()]
+        most = max(most, calls * max(*loads, self._share_ms(chain[1], 1.0, num_drafted + 1.0)))
+        return most / self._production(chain, plan.windows, plan.tail).mean_tokens
+
     def by_last_window(self, plan: Plan, max_window: int) -> list[float]:
         """Time per token for every value 1 … `max_window` of the last window of a chain of three or more: only means
         are needed at the target.
@@ -126,6 +150,11 @@ class Prediction:
             catch_up_ms = sum(self._snapshot.models[name].row_ms for name in chain[:-1])
             self._costs[chain] = _CheckCost(checker.batch_ms(1.0) + checker.call_ms, checker.row_ms, catch_up_ms)
         return self._costs[chain]
+
+    def _share_ms(self, model: str, batches: float, rows: float) -> float:
+        """A sequence's share of its model's batches, each with `rows` of its rows."""
+        cost = self._snapshot.models[model]
+        return batches * (cost.base_ms / cost.sharing + cost.per_token_ms * rows + cost.per_sequence_ms)
 
     def _join_ms(self, plan: Plan) -> float:
         return sum(self._snapshot.models[name].join_ms for name in (*plan.drafters, plan.chain[-1]))

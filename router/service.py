@@ -36,6 +36,7 @@ from kvstate.protocol import (
 )
 from router.classes import context_of
 from router.driver import MOST_BEHIND, Commit, RoundDriver, TargetLost
+from router.learned import NOTHING, Learned
 from router.links import Outbound, StepCalls
 from router.own_rates import Missing, OwnRates
 from router.plan import Plan
@@ -49,6 +50,7 @@ log = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1.0
 CONNECT_S = 3.0
+OVERLOAD_S = 1.0
 ROWS_STEP = 64
 
 
@@ -81,8 +83,19 @@ class Request:
         return self.deadline_s - self.message.deadline_s
 
 
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """For room."""
+
+    admit: Admit
+    answer: asyncio.Future[Admitted]
+    since_s: float
+
+
 class RouterCore:
-    """All requests of one app. `generation` keeps its sequence ids apart from those of earlier routers."""
+    """All requests of one app. `generation` keeps its sequence ids apart from those of earlier routers, `learned` is
+    what they knew.
+    """
 
     def __init__(
         self,
@@ -91,6 +104,7 @@ class RouterCore:
         *,
         generation: int,
         clock: Callable[[], float] = time.monotonic,
+        learned: Learned = NOTHING,
     ) -> None:
         self._settings = settings
         self._outbound = outbound
@@ -98,14 +112,14 @@ class RouterCore:
         self._clock = clock
         self._ids = itertools.count(generation << 20)
         self._requests: dict[str, Request] = {}
-        self._admissions: dict[int, tuple[Admit, asyncio.Future[Admitted]]] = {}
+        self._admissions: dict[int, _Waiting] = {}
         self._unsent: deque[Finish] = deque(maxlen=100_000)
         self._calls = StepCalls(outbound)
         self._connected: set[str] = set()
         self._connections = asyncio.Event()
         self._members: dict[str, Member] = {}
         self.stats = RouterStats()
-        self.planning = Planning(settings, clock, self.stats)
+        self.planning = Planning(settings, clock, self.stats, learned=learned)
 
     # ------------------------------------------------------------------------------------------------ what comes in
 
@@ -146,8 +160,8 @@ class RouterCore:
 
     def on_coordinator(self, message: Message) -> None:
         match message:
-            case Admitted(seq=seq) if seq in self._admissions and not self._admissions[seq][1].done():
-                self._admissions[seq][1].set_result(message)
+            case Admitted(seq=seq) if seq in self._admissions and not self._admissions[seq].answer.done():
+                self._admissions[seq].answer.set_result(message)
             case Members(members=members):
                 self._update_members(members)
 
@@ -158,8 +172,8 @@ class RouterCore:
                 self._outbound.to_coordinator(self._resume(request.sequence, request.message.max_tokens))
         while self._unsent and self._outbound.to_coordinator(self._unsent[0]):
             self._unsent.popleft()
-        for admit, _ in self._admissions.values():
-            self._outbound.to_coordinator(admit)
+        for waiting in self._admissions.values():
+            self._outbound.to_coordinator(waiting.admit)
 
     def coordinator_lost(self) -> None:
         """Running rounds go on; openings wait."""
@@ -188,6 +202,11 @@ class RouterCore:
     @property
     def can_serve(self) -> bool:
         return any(m.up and m.info.model == self._settings.target for m in self._members.values())
+
+    def change(self, settings: RouterSettings) -> None:
+        """Other settings for the same models, from the next round of each request on."""
+        self.planning.change(settings)
+        self._settings = settings
 
     def table(self) -> dict[str, object]:
         """GET /router/table."""
@@ -252,7 +271,7 @@ class RouterCore:
         seq = next(self._ids)
         admit = Admit(seq, len(message.prompt), len(message.prompt) + message.max_tokens, replaces)
         future: asyncio.Future[Admitted] = asyncio.get_running_loop().create_future()
-        self._admissions[seq] = (admit, future)
+        self._admissions[seq] = _Waiting(admit, future, self._clock())
         # The queue is the coordinator's; while it is away requests wait here, and coordinator_connected asks again.
         sent = self._outbound.to_coordinator(admit)
         if not sent and len(self._admissions) > self._settings.max_queue:
@@ -314,8 +333,15 @@ class RouterCore:
             self._count_round(request, plan, self._clock() - started_s, len(commit.tokens))
             self._deliver(request, sequence, commit)
 
+    @property
+    def _is_overloaded(self) -> bool:
+        """The first that asked for room has waited for long."""
+        first = next(iter(self._admissions.values()), None)
+        return first is not None and self._clock() - first.since_s > OVERLOAD_S
+
     def _plan(self, request: Request, sequence: RunningSequence, missing: Missing) -> Plan:
         own = request.own
+        self.planning.is_overloaded = self._is_overloaded
         speculation = request.message.speculation
         plan = self.planning.plan(tuple(sequence.holders), speculation, own.shifts, missing, own.context)
         request.chain = plan.label

@@ -5,18 +5,9 @@ from dataclasses import dataclass, field, replace
 
 from router.acceptance import MOST_PRIOR_POSITIONS, PRIOR_ACCEPTANCE
 from router.checks import CheckSeen
+from router.keys import Context, Pair, Triple
 from router.renewal import Rates
 
-Pair = tuple[str, str]
-"""Two models, the cheaper one first."""
-
-Triple = tuple[str, str, str]
-"""Three models, cheapest first."""
-
-Context = tuple[str, str]
-"""A request's class and sampling regime (router/classes.py)."""
-
-EVERY: Context = ("all", "all")
 ALL_ALIKE = 100.0
 """`prior_positions` from which on requests are taken to be all alike."""
 

@@ -12,8 +12,10 @@ from itertools import combinations
 from kvstate.protocol import Profile, Timing
 from router.acceptance import Acceptance, Association, Dispersion, PositionRates
 from router.checks import CheckSeen, Kind
+from router.keys import EVERY, Context, Pair, Triple
 from router.latency import Ewma, LatencyFit
-from router.snapshot import EVERY, Context, ModelCost, Pair, PairEstimate, TableSnapshot, Triple
+from router.learned import NOTHING, Learned, PairLearned
+from router.snapshot import ModelCost, PairEstimate, TableSnapshot
 
 MUCH_FASTER = 0.8
 CONTEXT_POSITIONS = 24.0
@@ -59,6 +61,17 @@ class _Pair:
             goes_on = tuple(self.drafts.rates_from(of_all.goes_on or (rate,), CONTEXT_POSITIONS))
         return PairEstimate(lower, upper, rate, 1.0 - agreement, samples, goes_on, prior_positions)
 
+    @property
+    def learned(self) -> PairLearned:
+        return PairLearned(self.acceptance.counts, self.probed.counts, self.drafts.counts, self.dispersion.learned)
+
+    @classmethod
+    def restored(cls, learned: PairLearned) -> "_Pair":
+        dispersion = Dispersion.restored(learned.dispersion)
+        acceptance, probed = Acceptance.restored(learned.acceptance), Acceptance.restored(learned.probed)
+        acceptance.dispersion = probed.dispersion = dispersion.ratio
+        return cls(acceptance, probed, PositionRates.restored(learned.drafts), dispersion)
+
     def observe_request(self, num_positions: float, num_accepted: float) -> None:
         self.dispersion.observe(num_positions, num_accepted)
         self.acceptance.dispersion = self.probed.dispersion = self.dispersion.ratio
@@ -77,9 +90,10 @@ class _Pair:
 
 
 class RouterTable:
-    """Starts from each model's profile; a model can be added at any time."""
+    """Starts from each model's profile, and from what was `learned` before; a model can be added at any time."""
 
-    def __init__(self) -> None:
+    def __init__(self, learned: Learned = NOTHING) -> None:
+        self._learned = learned
         self._models: dict[str, _Model] = {}
         self._pairs: dict[Pair, _Pair] = {}
         self._contexts: dict[Context, dict[Pair, _Pair]] = {}
@@ -89,12 +103,33 @@ class RouterTable:
         """Whether it is new. A known model keeps what was learned about it: a restarted replica is the same model."""
         if name in self._models:
             return False
-        self._models[name] = _Model(level, LatencyFit(profile))
+        drafts = PositionRates.restored(self._learned.drafts.get(name, []))
+        self._models[name] = _Model(level, LatencyFit(profile), drafts=drafts)
         for other, model in self._models.items():
             if model.level != level:
                 lower, upper = (name, other) if level < model.level else (other, name)
                 self._pairs[lower, upper] = _Pair()
+        self._restore(name)
         return True
+
+    def _restore(self, name: str) -> None:
+        """What was learned of the model and those that are known already."""
+        for context, pair, learned in self._learned.pairs:
+            if name in pair and pair in self._pairs:
+                entries = self._pairs if context == EVERY else self._contexts.setdefault(context, {})
+                entries[pair] = _Pair.restored(learned)
+        for triple, counts in self._learned.triples:
+            if name in triple and all(model in self._models for model in triple):
+                self._triples[triple] = Association.restored(counts)
+
+    def learned(self) -> Learned:
+        """What is worth keeping."""
+        contexts = [(EVERY, self._pairs), *self._contexts.items()]
+        return Learned(
+            {name: model.drafts.counts for name, model in self._models.items()},
+            [(context, pair, entry.learned) for context, pairs in contexts for pair, entry in pairs.items()],
+            [(triple, association.counts) for triple, association in self._triples.items()],
+        )
 
     @property
     def models(self) -> tuple[str, ...]:

@@ -3,9 +3,10 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from kvstate.protocol import Member, Speculation
+from router.keys import EVERY, Context, Pair
 from router.plan import Plan
 from router.planning import Planning
-from router.snapshot import EVERY, Context, ModelCost, Pair, PairEstimate, TableSnapshot
+from router.snapshot import ModelCost, PairEstimate, TableSnapshot
 
 
 def explain(planning: Planning, members: Sequence[Member], can_serve: bool) -> dict[str, object]:

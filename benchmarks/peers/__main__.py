@@ -55,7 +55,9 @@ APPS: dict[str, list[dict[str, Any]]] = {
     "int4": [INT4],
     "levels": [NGRAM, INT4_DRAFTER, TARGET],
     "levels-fixed": [NGRAM, INT4_DRAFTER, TARGET],
+    "levels-cascade": [NGRAM, INT4_DRAFTER, TARGET],
 }
+AFRESH: dict[str, Any] = {"kv": {"prefix_cache": False}, "router": {"remember": False}}
 OFF, AUTO = {"mode": "off"}, {"mode": "auto"}
 SERVED: dict[str, tuple[str, dict[str, Any]]] = {
     "bf16": ("laptop", OFF),
@@ -63,6 +65,7 @@ SERVED: dict[str, tuple[str, dict[str, Any]]] = {
     "int4": ("int4", OFF),
     "adaptive-of-three": ("levels", AUTO),
     "ngram-int4-bf16": ("levels-fixed", {"mode": "fixed", "chain": ["ngram", "int4", "target"]}),
+    "int4+ngram-bf16": ("levels-cascade", {"mode": "fixed", "chain": ["int4+ngram", "target"]}),
 }
 """SpecRelay's: app and speculation. Two that draft share no app: one would have seen the other's texts."""
 
@@ -111,7 +114,10 @@ def start_apps(names: Sequence[str], folder: Path, stack: ExitStack) -> Iterator
     for name in names:
         app, speculation = SERVED[name]
         if app not in apps:
-            apps[app] = App({"models": APPS[app], "kv": {"prefix_cache": False}}, folder / f"{app}.yaml")
+            apps[app] = App(
+                {"models": APPS[app], "kv": {"prefix_cache": False}, "router": {"remember": False}},
+                folder / f"{app}.yaml",
+            )
             stack.callback(apps[app].stop)
         yield name, Served(apps[app], speculation)
 

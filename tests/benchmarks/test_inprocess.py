@@ -86,6 +86,20 @@ async def test_adaptive_learns_and_keeps_the_text() -> None:
         assert cluster.router.stats.probes > 0
 
 
+async def test_settings_change_within_a_request() -> None:
+    async with running(chain_of_three()) as cluster:
+        request = asyncio.create_task(cluster.generate(PROMPTS[0], GREEDY, 300, (256,)))
+        async with asyncio.timeout(10.0):
+            while cluster.router.stats.rounds < 5:  # noqa: ASYNC110 - cores have no event for it
+                await asyncio.sleep(0.001)
+        models = ("a", "b", "t")
+        cluster.router.change(RouterSettings(models, policy="fixed", chain=("b", "t"), windows=(2,)))
+        output = await request
+        assert output.tokens == await alone(cluster, PROMPTS[0], 300)
+        assert output.metrics is not None
+        assert output.metrics.chain == ("b", "t")
+
+
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 5, 6])
 async def test_length_limit_is_exact(max_tokens: int) -> None:
     async with running(emulated({"a": 1.0, "t": 1.0})) as cluster:

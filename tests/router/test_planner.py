@@ -12,8 +12,9 @@ import pytest
 from benchmarks.oracle import Level, best_by_length, ms_per_token
 from router.checks import Kind, kinds_of
 from router.plan import Plan, Tail
-from router.planner import Found, Planner, keep_or_change
+from router.planner import Found, Planner
 from router.planner import predict as predict_plan
+from router.prediction import Prediction
 from router.renewal import Rates
 from router.snapshot import ModelCost, PairEstimate, TableSnapshot
 
@@ -21,7 +22,7 @@ NAMES = ("a", "b", "c", "d", "e", "f")
 
 
 def fastest(snapshot: TableSnapshot, models: Sequence[str], max_window: int) -> Plan:
-    return Planner(snapshot, max_window).fastest(models)
+    return Planner(snapshot, max_window).choose(models)
 
 
 def snapshot_of(levels: list[Level]) -> TableSnapshot:
@@ -190,12 +191,42 @@ def test_a_small_gain_does_not_change_the_plan() -> None:
     best = fastest(snapshot, NAMES[:2], max_window=16)
     close = Plan(best.chain, (best.windows[0] + 1,), 0.0)
     far = Plan(("b",), (), 0.0)
-    kept = keep_or_change(snapshot, close, best)
+    planner = Planner(snapshot, 16)
+    kept = planner.choose(NAMES[:2], close)
     assert kept.windows == close.windows
     assert kept.predicted_ms_per_token == predict(snapshot, close.chain, close.windows)
-    assert keep_or_change(snapshot, far, best) == best
-    assert keep_or_change(snapshot, Plan(("gone", "b"), (3,), 1.0), best) == best
-    assert keep_or_change(snapshot, None, best) == best
+    assert planner.choose(NAMES[:2], far) == best
+    assert planner.choose(NAMES[:2], Plan(("gone", "b"), (3,), 1.0)) == best
+
+
+def busy_of(snapshot: TableSnapshot, plan: Plan) -> float:
+    return Prediction(snapshot).busy_ms(plan)
+
+
+def test_with_a_target_for_its_time_a_plan_is_as_light_as_that_allows() -> None:
+    """Rows cost the target's time here: drafts are fast for one request and take room from others."""
+    snapshot = snapshot_of([Level(2.0, 0.6), Level(30.0, 1.0, per_token_ms=10.0)])
+    snapshot = replace(snapshot, models={name: replace(cost, sharing=8.0) for name, cost in snapshot.models.items()})
+    planner = Planner(snapshot, 16)
+    plans = {plan.chain: plan for plan in planner.candidates(NAMES[:2])}
+    alone, drafted = plans["b",], plans["a", "b"]
+    assert busy_of(snapshot, alone) < busy_of(snapshot, drafted)
+    light = planner.choose(NAMES[:2], slo_ms_per_token=2.0 * alone.predicted_ms_per_token)
+    assert light.chain == ("b",)
+    least = min(plan.predicted_ms_per_token for plan in plans.values())
+    assert planner.choose(NAMES[:2], slo_ms_per_token=0.5 * least).predicted_ms_per_token == least
+    missed = replace(drafted, windows=(16,))
+    assert planner.choose(NAMES[:2], missed, slo_ms_per_token=2.0 * alone.predicted_ms_per_token).chain == ("b",)
+
+
+def test_a_token_s_share_of_each_model_is_counted() -> None:
+    """By hand: every draft right. 2 of a, one check by b of 3 rows, then the target with 4 rows for 4 tokens."""
+    snapshot = snapshot_of([Level(1.0, 1.0), Level(4.0, 1.0, 0.5), Level(20.0, 1.0, 1.0)])
+    plan = Plan(("a", "b", "c"), (2, 3), 0.0)
+    assert busy_of(snapshot, plan) == pytest.approx((20.0 + 4.0) / 4.0)
+    half = replace(snapshot, models={**snapshot.models, "c": replace(snapshot.models["c"], sharing=10.0)})
+    assert busy_of(half, plan) == pytest.approx((2.0 + 4.0) / 4.0)
+    assert busy_of(half, Plan(("c",), (), 0.0)) == pytest.approx(3.0)
 
 
 def test_planning_time_is_printed() -> None:
