@@ -1,7 +1,9 @@
 """What a check showed, as the estimators want to know it. Pure."""
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 class Kind(enum.Enum):
@@ -14,12 +16,18 @@ class Kind(enum.Enum):
     EXTENDED = enum.auto()
 
 
+class Origin(NamedTuple):
+    """`below`: whose token was kept or replaced."""
+
+    kind: Kind
+    below: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class CheckSeen:
     """`upper` checked `num_checked` tokens that `lower` delivered and accepted the first `num_accepted`.
 
-    `num_asked`: where the tokens are one draft, how many it was asked for. Else `kinds` are those of the tokens, and
-    `below` is the level that `lower` checked.
+    `num_asked`: where the tokens are one draft, how many it was asked for. Else `origins` are those of the tokens.
     """
 
     lower: str
@@ -27,10 +35,11 @@ class CheckSeen:
     num_checked: int
     num_accepted: int
     num_asked: int = 0
-    below: str | None = None
-    kinds: tuple[Kind, ...] = ()
+    origins: tuple[Origin, ...] = ()
 
 
-def kinds_of(num_checked: int, num_accepted: int) -> list[Kind]:
-    """Of the tokens that a check delivers."""
-    return [Kind.KEPT] * num_accepted + [Kind.EXTENDED if num_accepted == num_checked else Kind.CORRECTED]
+def origins_of(below: Sequence[str], num_accepted: int) -> list[Origin]:
+    """Of the tokens that a check delivers; `below[i]` sampled the i-th that was checked."""
+    kept = [Origin(Kind.KEPT, name) for name in below[:num_accepted]]
+    own = Origin(Kind.CORRECTED, below[num_accepted]) if num_accepted < len(below) else Origin(Kind.EXTENDED)
+    return [*kept, own]

@@ -27,7 +27,7 @@ from kvstate.protocol import (
     Timing,
     Verdict,
 )
-from router.checks import CheckSeen, Kind, kinds_of
+from router.checks import CheckSeen, Origin, origins_of
 from router.links import Outbound, ReplicaLost, StepCalls
 from router.plan import Plan
 from router.sequence import Holder, Limits, RunningSequence, TargetCounts
@@ -73,6 +73,11 @@ class _Draft:
 
     tokens: list[int]
     parts: list[tuple[str, int, int]]
+
+    @property
+    def samplers(self) -> list[str]:
+        """Of each token."""
+        return [model for model, _, num_drafted in self.parts for _ in range(num_drafted)]
 
 
 class RoundDriver:
@@ -154,7 +159,7 @@ class RoundDriver:
         if len(chain) == 1:
             return await self._verified(chain[0], [], 0)
         held: list[list[int]] = [[] for _ in chain]
-        kinds: list[list[Kind]] = [[] for _ in chain]
+        origins: list[list[Origin]] = [[] for _ in chain]
         while True:
             draft = await self._drafts(plan, held)
             held[1] = draft.tokens
@@ -166,13 +171,14 @@ class RoundDriver:
                 if level == 1:
                     self._observe_draft(draft, chain[1], num_accepted)
                 else:
-                    below = (0, chain[level - 2], tuple(kinds[level]))
-                    self._observer.checked(CheckSeen(chain[level - 1], chain[level], num_checked, num_accepted, *below))
+                    lower, upper, held_origins = chain[level - 1], chain[level], tuple(origins[level])
+                    self._observer.checked(CheckSeen(lower, upper, num_checked, num_accepted, 0, held_origins))
                 if level == len(chain) - 1:
                     return verified
-                held[level], kinds[level] = [], []
+                below = draft.samplers if level == 1 else [chain[level - 1]] * num_checked
+                held[level], origins[level] = [], []
                 held[level + 1].extend(verified)
-                kinds[level + 1].extend(kinds_of(num_checked, num_accepted))
+                origins[level + 1].extend(origins_of(below, num_accepted))
                 if len(held[level + 1]) < windows[level] and self._worth_more(held, verified):
                     break
                 level += 1

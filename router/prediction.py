@@ -6,12 +6,12 @@ is added there. That errors of levels fall together is known for three levels th
 third accepts what the second accepted from the first. Positions are taken to be independent, but for a draft's.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import mul
 
 from router.plan import Chain, Plan, Tail, Windows
-from router.renewal import Production, Sweep, checked, sweep
+from router.renewal import Production, Rates, Sweep, checked, sweep
 from router.snapshot import TableSnapshot
 
 
@@ -64,7 +64,7 @@ class Prediction:
         for level in range(len(chain) - 1, 1, -1):
             lower = self._production(chain[:level], plan.windows[: level - 1], plan.tail)
             window = plan.windows[level - 1]
-            means = sweep(lower, self._snapshot.rates(*chain[level - 2 : level + 1]), window)
+            means = sweep(lower, self._rates(chain[: level + 1], plan.windows, plan.tail), window)
             most = max(most, calls * self._share_ms(chain[level], 1.0, means.held_tokens[-1] + 1.0))
             calls *= means.calls[-1]
         if len(chain) == 1:
@@ -86,7 +86,7 @@ class Prediction:
         """
         chain = plan.chain
         lower = self._production(chain[:-1], plan.windows[: len(chain) - 2], plan.tail)
-        means = sweep(lower, self._snapshot.rates(*chain[-3:]), max_window)
+        means = sweep(lower, self._rates(plan.chain, plan.windows, plan.tail), max_window)
         join_ms = self._join_ms(plan)
         return [self._check_ms(chain, lower, means, i) / means.delivered[i] + join_ms for i in range(max_window)]
 
@@ -136,9 +136,16 @@ class Prediction:
 
     def _collected(self, chain: Chain, windows: Windows, tail: Tail | None) -> Production:
         lower = self._production(chain[:-1], windows[:-1], tail)
-        rates = self._snapshot.rates(*chain[-3:])
+        rates = self._rates(chain, windows, tail)
         means = sweep(lower, rates, windows[-1])
         return checked(lower, rates, windows[-1], self._check_ms(chain, lower, means, windows[-1] - 1))
+
+    def _rates(self, chain: Chain, windows: Windows, tail: Tail | None) -> Rates:
+        """How the last of the chain accepts what the one before it delivers."""
+        rates = self._snapshot.rates(*chain[-3:])
+        if tail is None or len(chain) > 3:
+            return rates
+        return replace(rates, head=windows[0], tail=self._snapshot.rates(tail.model, *chain[-2:]))
 
     def _check_ms(self, chain: Chain, lower: Production, means: Sweep, i: int) -> float:
         """A call of the last of the chain with everything below it."""

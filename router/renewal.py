@@ -47,13 +47,34 @@ class Production:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """With which probability the level above keeps a token of each kind."""
+    """With which probability the level above keeps a token of each kind.
+
+    `tail`: where the level below drafts only `head` tokens of a production, the same for those that a tail drafted.
+    """
 
     kept: float
     corrected: float
     extended: float
+    head: int = 0
+    tail: "Rates | None" = None
+
+    def at(self, index: int) -> "Rates":
+        """Of the token at an index of a production."""
+        return self if self.tail is None or index < self.head else self.tail
+
+    def kept_powers(self, count: int) -> list[float]:
+        """The probability that the first 0, 1, … `count` − 1 tokens of a production are kept, all of them of that
+        kind.
+        """
+        if self.tail is None:
+            return [self.kept**k for k in range(count)]
+        after_head = self.kept**self.head
+        return [
+            self.kept**k if k <= self.head else after_head * self.tail.kept ** (k - self.head) for k in range(count)
+        ]
 
     def of(self, kind: Kind) -> float:
+        """Of one token."""
         if kind is Kind.KEPT:
             return self.kept
         return self.corrected if kind is Kind.CORRECTED else self.extended
@@ -108,14 +129,18 @@ def checked(lower: Production, rates: Rates, window: int, time_ms: float) -> Pro
 
 def _all_kept(lower: Production, rates: Rates) -> list[float]:
     """G(1), G(2), …"""
-    kinds = zip(lower.corrected, lower.extended, strict=True)
-    return [rates.kept**k * (rates.corrected * a + rates.extended * b) for k, (a, b) in enumerate(kinds)]
+    kinds = zip(rates.kept_powers(len(lower.corrected)), lower.corrected, lower.extended, strict=True)
+    return [
+        power * (rates.at(k).corrected * corrected + rates.extended * extended)
+        for k, (power, corrected, extended) in enumerate(kinds)
+    ]
 
 
 def _first_kept(masses: Sequence[float], all_kept: Sequence[float], rates: Rates) -> list[float]:
     """H(1), H(2), …"""
     longer = _tails(masses, len(masses) + 1)[1:]
-    return [rates.kept ** (k + 1) * more + whole for k, (more, whole) in enumerate(zip(longer, all_kept, strict=True))]
+    powers = rates.kept_powers(len(masses) + 1)[1:]
+    return [power * more + whole for power, more, whole in zip(powers, longer, all_kept, strict=True)]
 
 
 def _tails(masses: Sequence[float], count: int) -> list[float]:

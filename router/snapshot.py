@@ -106,9 +106,8 @@ class TableSnapshot:
         """How probable acceptance was at each position that was asked for or checked, those before it accepted."""
         if seen.num_asked:
             return self.draft_goes_on(seen.lower, seen.upper, seen.num_asked)
-        if seen.below is None:
-            return [self.acceptance(seen.lower, seen.upper)] * seen.num_checked
-        return list(map(self.rates(seen.below, seen.lower, seen.upper).of, seen.kinds))
+        rates = {below: self.rates(below, seen.lower, seen.upper) for _, below in seen.origins}
+        return [rates[below].of(kind) for kind, below in seen.origins]
 
     def draft_continues(self, drafter: str, window: int) -> list[float]:
         """For drafts of 0 … `window` − 1 tokens."""

@@ -169,11 +169,10 @@ class RouterTable:
     def observe_check(self, seen: CheckSeen, context: Context = EVERY) -> None:
         for pair in self._in(context, (seen.lower, seen.upper)):
             pair.observe_check(seen.num_checked, seen.num_accepted, seen.num_asked)
-        if seen.below is not None:
-            triple = self._triples.setdefault((seen.below, seen.lower, seen.upper), Association())
-            for j, kind in enumerate(seen.kinds[: seen.num_accepted + 1]):
-                if kind is not Kind.EXTENDED:
-                    triple.observe(kind is Kind.KEPT, j < seen.num_accepted)
+        for j, (kind, below) in enumerate(seen.origins[: seen.num_accepted + 1]):
+            if kind is not Kind.EXTENDED:
+                triple = self._triples.setdefault((below, seen.lower, seen.upper), Association())
+                triple.observe(kind is Kind.KEPT, j < seen.num_accepted)
 
     def observe_request(self, pair: Pair, num_positions: float, num_accepted: float, context: Context = EVERY) -> None:
         """A request ended: how many positions of it were examined, and how many of them accepted."""

@@ -10,7 +10,7 @@ from itertools import combinations
 import pytest
 
 from benchmarks.oracle import Level, best_by_length, ms_per_token
-from router.checks import Kind, kinds_of
+from router.checks import Kind, origins_of
 from router.plan import Plan, Tail
 from router.planner import Found, Planner
 from router.planner import predict as predict_plan
@@ -71,7 +71,7 @@ def independent_rounds(snapshot: TableSnapshot, chain: list[str], windows: list[
         accepted = 0
         while accepted < len(held) and rng.random() < rates.of(held[accepted]):
             accepted += 1
-        return kinds_of(len(held), accepted)
+        return [origin.kind for origin in origins_of([""] * len(held), accepted)]
 
     committed = 0
     while committed < num_tokens:

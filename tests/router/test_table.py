@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from kvstate.protocol import Profile, Speculation, Timing
-from router.checks import CheckSeen, Kind
+from router.checks import CheckSeen, Kind, Origin
 from router.own_rates import OwnRates
 from router.plan import Plan
 from router.planning import Planning, RouterSettings
@@ -278,8 +278,8 @@ def test_whether_errors_fall_together_is_learned_from_probes_and_from_checks(err
         v = {"shared": 1.0 - u, "independent": rng.random(), "same": u}[errors]
         first, second = u < 0.6, v < 0.7
         by_probes.observe_probe({"a": [0 if first else 1], "b": [0], "c": [0 if second else 1]})
-        kind = Kind.KEPT if first else Kind.CORRECTED
-        by_checks.observe_check(CheckSeen("b", "c", 1, int(second), 0, "a", (kind,)))
+        origin = Origin(Kind.KEPT if first else Kind.CORRECTED, "a")
+        by_checks.observe_check(CheckSeen("b", "c", 1, int(second), 0, (origin,)))
         by_checks.observe_check(CheckSeen("a", "b", 1, int(first), 1))
     for table in (by_probes, by_checks):
         snapshot = table.snapshot()
