@@ -71,6 +71,14 @@ class Logprobs(Value, frozen=True):
     top: tuple[tuple[int, float], ...] = ()
 
 
+Top = tuple[tuple[int, float], ...]
+"""The likeliest tokens at one position with their probabilities, falling, as the sampler sees them: after bias,
+penalties, masks, temperature, min_p, top_k and top_p. None of probability 0, so fewer than asked for where fewer can be
+sampled; a token that is not listed is at most as likely as the last one. Where sampling is greedy: at temperature 1,
+after bias, penalties and masks. Empty where unknown.
+"""
+
+
 class Speculation(Value, frozen=True):
     """A request's wish: `auto` lets the planner choose, `off` is the target alone, `fixed` names chain and windows.
 
@@ -303,8 +311,8 @@ class Draft(Message, frozen=True):
 class Check(Message, frozen=True):
     """Compare the last `count` tokens with own samples, keep the equal ones, add the own token after them.
 
-    `count` 0 is a plain decoding step, and the prefill of a new sequence. `logprobs` as in `OpenRequest`; only the
-    target is asked for them.
+    `count` 0 is a plain decoding step, and the prefill of a new sequence. `logprobs` as in `OpenRequest`; `num_top`:
+    how many likeliest tokens each row states, for estimates. Only the target is asked for either.
     """
 
     seq: int
@@ -314,12 +322,14 @@ class Check(Message, frozen=True):
     tokens: tuple[int, ...]
     count: int
     logprobs: int = -1
+    num_top: int = 0
 
 
 class Probe(Message, frozen=True):
     """Own samples at the last `count` positions of the committed tokens, for estimates only; changes no token.
 
-    `stop_below`: no sample where a draft of one token would end before it.
+    `stop_below`: no sample where a draft of one token would end before it. `num_top`: how many likeliest tokens are
+    stated at each position.
     """
 
     seq: int
@@ -329,6 +339,7 @@ class Probe(Message, frozen=True):
     tokens: tuple[int, ...]
     count: int
     stop_below: float = 0.0
+    num_top: int = 0
 
 
 class Opened(Message, frozen=True):
@@ -351,7 +362,7 @@ class Drafted(Message, frozen=True):
 class Verdict(Message, frozen=True):
     """`num_accepted` of the checked tokens equal own samples; `own_token` is the sample after them.
 
-    `logprobs`: of the accepted tokens and the own one, if asked for.
+    `logprobs` and `tops`: of the accepted tokens and the own one, if asked for.
     """
 
     seq: int
@@ -362,10 +373,14 @@ class Verdict(Message, frozen=True):
     kv_len: int
     timing: Timing
     logprobs: tuple[Logprobs, ...] = ()
+    tops: tuple[Top, ...] = ()
 
 
 class Probed(Message, frozen=True):
-    """`samples[i]`: what the model samples at position `from_len + i`, given the committed tokens before it."""
+    """`samples[i]`: what the model samples at position `from_len + i`, given the committed tokens before it.
+
+    `tops[i]`: the likeliest tokens there; none at all if not asked for.
+    """
 
     seq: int
     key: Key
@@ -374,6 +389,7 @@ class Probed(Message, frozen=True):
     committed_len: int
     kv_len: int
     timing: Timing
+    tops: tuple[Top, ...] = ()
 
 
 class Need(Message, frozen=True):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvstate.protocol import Logprobs, Sampling
+from kvstate.protocol import Logprobs, Sampling, Top
 
 
 @dataclass(slots=True)
@@ -17,6 +17,14 @@ class LogprobSink:
 
     num_top: int
     rows: list[Logprobs] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class TopSink:
+    """Takes the `num_top` likeliest tokens of each sampled row, in order; an empty one where the model knows none."""
+
+    num_top: int
+    rows: list[Top] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +36,7 @@ class Slice:
     prompt_len   how many of the tokens are the prompt
     block_ids    KV blocks of the sequence, enough for `end` − `first` positions; position p lives in
                  block_ids[(p − first) // block_tokens]
-    logprobs     filled by the forward, where somebody wants them
+    logprobs     filled by the forward, where somebody wants them; `tops` likewise
     first        the model reads the sequence from this position on, as if it began there
     stop_below   a backend that knows how likely its samples are the target's gives None once all drafted so far are
                  right together with a smaller probability
@@ -44,6 +52,7 @@ class Slice:
     logprobs: LogprobSink | None = None
     stop_below: float = 0.0
     first: int = 0
+    tops: TopSink | None = None
 
 
 class Backend(Protocol):

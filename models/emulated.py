@@ -188,6 +188,8 @@ class EmulatedBackend:
                 samples.append(token)
                 if slice_.logprobs is not None:
                     slice_.logprobs.rows.append(Logprobs(0.0, ((token, 0.0),)[: slice_.logprobs.num_top]))
+                if slice_.tops is not None:
+                    slice_.tops.rows.append(((token, 1.0),))
         return samples
 
     def _prefix_hash(self, slice_: Slice) -> int:

@@ -82,6 +82,8 @@ class NgramBackend:
                     sequence.run = 1.0
                     sequence.opened.clear()
                 samples.append(self._sample(sequence, rates, slice_.stop_below))
+                if slice_.tops is not None:
+                    slice_.tops.rows.append(() if samples[-1] is None else ((samples[-1], 1.0),))
         sequence.drafted = samples[-1] if samples else None
         return samples
 

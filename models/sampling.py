@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from msgspec.structs import replace
 
-from kvstate.protocol import Logprobs, Sampling
+from kvstate.protocol import Logprobs, Sampling, Top
 from models import noise
 from models.processing import NEUTRAL, Row, process
 
@@ -56,6 +56,29 @@ def logprobs(logits: torch.Tensor, tokens: Sequence[int], num_top: int) -> list[
     return [Logprobs(value, top) for value, top in zip(found, tops, strict=True)]
 
 
+def tops(logits: torch.Tensor, rows: Sequence[Row], num_top: int) -> list[Top]:
+    """The likeliest tokens of the distribution that each row of `logits` [R, V] is sampled from (protocol.Top)."""
+    assert len(rows) == logits.shape[0]
+    if not rows:
+        return []
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    scores = torch.stack([_sampled_scores(logits[index], row) for index, row in enumerate(rows)])
+    best = torch.topk(scores, min(num_top, scores.shape[1]))
+    probabilities = torch.exp(best.values - torch.logsumexp(scores, dim=-1, keepdim=True))
+    found = zip(best.indices.tolist(), probabilities.tolist(), strict=True)
+    return [tuple(pair for pair in zip(*row, strict=True) if pair[1] > 0.0) for row in found]
+
+
+def _sampled_scores(logits: torch.Tensor, row: Row) -> torch.Tensor:
+    """Scores [V] whose softmax a row [V] is sampled from; greedy ones at temperature 1."""
+    scores, sampling = process(logits, row), row.sampling
+    if is_greedy(sampling):
+        return scores
+    scores = _tempered(scores, sampling)
+    ids = _allowed(scores, sampling)
+    return scores if ids is None else torch.full_like(scores, -torch.inf).index_copy_(0, ids, scores[ids])
+
+
 def _by_score(ids: Sequence[int], scores: Sequence[float]) -> tuple[tuple[int, float], ...]:
     return tuple(sorted(zip(ids, scores, strict=True), key=lambda pair: -pair[1]))
 
@@ -72,8 +95,7 @@ def _choose(logits: torch.Tensor, row: Row) -> torch.Tensor:
 
 def _draw(logits: torch.Tensor, position: int, sampling: Sampling) -> torch.Tensor:
     """The sample of one row [V] at a temperature."""
-    # A tensor divisor, because CUDA replaces division by a plain number with multiplication by its rounded inverse.
-    scores = logits / torch.tensor(sampling.temperature, dtype=logits.dtype, device=logits.device)
+    scores = _tempered(logits, sampling)
     ids = _allowed(scores, sampling)
     kept = scores if ids is None else scores[ids]
     tokens = torch.arange(scores.shape[0], device=scores.device) if ids is None else ids
@@ -82,6 +104,11 @@ def _draw(logits: torch.Tensor, position: int, sampling: Sampling) -> torch.Tens
         kept, tokens = kept[near], tokens[near]
     best = torch.argmax(kept + noise.gumbel(sampling.seed, position, tokens))
     return tokens[best]
+
+
+def _tempered(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """A tensor divisor, because CUDA replaces division by a plain number with multiplication by its rounded inverse."""
+    return logits / torch.tensor(sampling.temperature, dtype=logits.dtype, device=logits.device)
 
 
 def _least_winning(scores: torch.Tensor, position: int, sampling: Sampling) -> torch.Tensor:

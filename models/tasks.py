@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from kvstate.protocol import Check, Draft, Drafted, Probe, Probed, Step, StepReply, Timing, Verdict
 from kvstate.sequence import SequenceState
-from models.backend import LogprobSink
+from models.backend import LogprobSink, TopSink
 
 
 @dataclass(slots=True)
@@ -27,6 +27,7 @@ class Task:
     rows_end: int
     samples: list[int | None] = field(default_factory=list)
     logprobs: LogprobSink | None = None
+    tops: TopSink | None = None
     batches: int = 0
     rows: int = 0
     sequences: int = 0
@@ -74,7 +75,9 @@ def start_task(sender: object, step: Step, state: SequenceState, now_s: float) -
         case Probe(count=count, committed_len=committed_len):
             next_sample, rows_end = committed_len - 1 - count, committed_len - 1
     assert next_sample >= 0, step
-    return Task(sender, step, state, now_s, next_sample, rows_end, logprobs=sink)
+    num_likeliest = 0 if isinstance(step, Draft) else step.num_top
+    tops = TopSink(num_likeliest) if num_likeliest > 0 else None
+    return Task(sender, step, state, now_s, next_sample, rows_end, logprobs=sink, tops=tops)
 
 
 def is_overtaken(task: Task) -> bool:
@@ -116,7 +119,8 @@ def finish(task: Task) -> tuple[StepReply, int]:
             return Drafted(state.seq, step.key, drafted, state.committed_len, state.kv_len, task.timing()), 0
         case Probe(committed_len=committed_len, count=count):
             lengths, samples = (state.committed_len, state.kv_len), tuple(task.samples)
-            return Probed(state.seq, step.key, committed_len - count, samples, *lengths, task.timing()), 0
+            tops = () if task.tops is None else tuple(task.tops.rows)
+            return Probed(state.seq, step.key, committed_len - count, samples, *lengths, task.timing(), tops), 0
 
 
 def _verdict(task: Task, step: Check) -> tuple[Verdict, int]:
@@ -132,4 +136,5 @@ def _verdict(task: Task, step: Check) -> tuple[Verdict, int]:
     state.tokens[kept:] = [own_token]
     lengths = (state.committed_len, state.kv_len)
     logprobs = () if task.logprobs is None else tuple(task.logprobs.rows[: num_accepted + 1])
-    return Verdict(state.seq, step.key, num_accepted, own_token, *lengths, task.timing(), logprobs), dropped
+    tops = () if task.tops is None else tuple(task.tops.rows[: num_accepted + 1])
+    return Verdict(state.seq, step.key, num_accepted, own_token, *lengths, task.timing(), logprobs, tops), dropped

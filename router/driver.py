@@ -143,7 +143,8 @@ class RoundDriver:
         def make(holder: Holder) -> Step:
             start = min(holder.acked_len, len(tokens))
             key = self.sequence.next_key()
-            return Probe(self.sequence.seq, key, len(tokens), start, tuple(tokens[start:]), count, stop_below)
+            missing, num_top = tuple(tokens[start:]), self.sequence.num_top
+            return Probe(self.sequence.seq, key, len(tokens), start, missing, count, stop_below, num_top)
 
         try:
             reply = await self._step(model, "probe", make)
@@ -229,12 +230,14 @@ class RoundDriver:
         tokens = self._context(held, level)
         is_target = level == max(len(held) - 1, 0)
         logprobs = self.sequence.logprobs if is_target else -1
-        make = partial(self._check, tokens=tokens, count=len(checked), logprobs=logprobs)
+        num_top = self.sequence.num_top_of_check if is_target else 0
+        make = partial(self._check, tokens=tokens, count=len(checked), logprobs=logprobs, num_top=num_top)
         reply = await self._step(model, "check", make, is_target)
         assert isinstance(reply, Verdict), reply
         if is_target:
             self.counts.add(len(checked), reply.num_accepted)
             self._logprobs = reply.logprobs
+            self.sequence.keep_tops(reply.tops)
         return [*checked[: reply.num_accepted], reply.own_token]
 
     def _context(self, held: Sequence[Sequence[int]], level: int) -> list[int]:
@@ -287,9 +290,9 @@ class RoundDriver:
         s = self.sequence
         return Draft(s.seq, s.next_key(), len(s.tokens), holder.acked_len, self._from(holder, held), count, stop_below)
 
-    def _check(self, holder: Holder, tokens: Sequence[int], count: int, logprobs: int) -> Check:
-        s = self.sequence
-        return Check(s.seq, s.next_key(), len(s.tokens), holder.acked_len, self._from(holder, tokens), count, logprobs)
+    def _check(self, holder: Holder, tokens: Sequence[int], count: int, logprobs: int, num_top: int) -> Check:
+        s, given = self.sequence, self._from(holder, tokens)
+        return Check(s.seq, s.next_key(), len(s.tokens), holder.acked_len, given, count, logprobs, num_top)
 
     def _from(self, holder: Holder, held: Sequence[int]) -> tuple[int, ...]:
         return (*self.sequence.tokens[holder.acked_len :], *held)

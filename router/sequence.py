@@ -6,7 +6,13 @@ Also the rules that end a request, applied to each committed token in order.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvstate.protocol import FinishReason, Key, Sampling
+from kvstate.protocol import FinishReason, Key, Sampling, Top
+
+TOPS_EVERY = 4
+"""Rounds per one whose target check states its likeliest tokens: finding them takes part of a forward's time."""
+
+MOST_TOPS = 64
+"""Committed positions of which the target's likeliest tokens are kept: as many as a probe covers."""
 
 
 @dataclass(slots=True)
@@ -28,7 +34,8 @@ class Holder:
 class RunningSequence:
     """`tokens`: prompt and committed output. `holders` by model name; a lost one is taken out.
 
-    `logprobs` as in `OpenRequest`.
+    `logprobs` as in `OpenRequest`. `num_top`: how many likeliest tokens probes, and some of the target's checks, state;
+    0 for none. `target_tops`: the target's, by position.
     """
 
     seq: int
@@ -39,6 +46,8 @@ class RunningSequence:
     logprobs: int = -1
     epoch: int = 0
     step: int = 0
+    num_top: int = 0
+    target_tops: dict[int, Top] = field(default_factory=dict)
 
     def next_key(self) -> Key:
         self.step += 1
@@ -50,6 +59,21 @@ class RunningSequence:
     @property
     def output_len(self) -> int:
         return len(self.tokens) - self.prompt_len
+
+    @property
+    def num_top_of_check(self) -> int:
+        """What the target's check of this round is asked for."""
+        return self.num_top if self.epoch % TOPS_EVERY == 0 else 0
+
+    def keep_tops(self, tops: Sequence[Top]) -> None:
+        """Those of the target's verdict, whose tokens follow the committed ones."""
+        end = len(self.tokens) + len(tops)
+        self.target_tops.update(enumerate(tops, len(self.tokens)))
+        self.target_tops = {p: top for p, top in self.target_tops.items() if p >= end - MOST_TOPS}
+
+    def last_tops(self, count: int) -> list[Top]:
+        """The target's at the last `count` committed positions; empty where none were asked for."""
+        return [self.target_tops.get(p, ()) for p in range(len(self.tokens) - count, len(self.tokens))]
 
 
 @dataclass(frozen=True, slots=True)

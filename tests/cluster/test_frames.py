@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.frames import VERSION, Frame, FrameError, Heartbeat, Hello, Limits, Payload, decode_frame, encode_frames
-from kvstate.protocol import Check, Draft, Drafted, Key, Open, Sampling, Timing
+from kvstate.protocol import Check, Draft, Drafted, Key, Open, Probed, Sampling, Timing, Verdict
 
 LIMITS = Limits(frame_bytes=4096, frame_messages=8)
 MESSAGES: list[Payload] = [
@@ -14,6 +14,8 @@ MESSAGES: list[Payload] = [
     Open(1, (1, 2, 3), 3, Sampling(temperature=0.8, seed=2**64 - 1)),
     Check(1, Key(2, 5), 3, 3, (7, 8), 2),
     Drafted(1, Key(2, 4), (7, 8), 3, 4, Timing(1, 2, 1, 0.001, 0.0)),
+    Verdict(1, Key(2, 5), 0, 9, 3, 3, Timing(), tops=(((9, 0.5), (7, 0.25)),)),
+    Probed(1, Key(2, 6), 2, (8, None), 3, 3, Timing(), (((8, 1.0),), ())),
     Heartbeat(),
 ]
 

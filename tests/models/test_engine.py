@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 import pytest
+from msgspec.structs import replace
 
 from kvstate.protocol import (
     Acked,
@@ -212,6 +213,22 @@ def test_probe_samples_committed_positions_and_changes_no_token() -> None:
     assert replica.lengths(1) == (len(text), len(text) - 1)
     verdict = replica.ask(Verdict, check(1, 2, text, len(text)))
     assert [verdict.own_token] == target_text(text, 1)
+
+
+def test_checks_and_probes_state_the_likeliest_tokens_where_asked() -> None:
+    """An emulated model's distribution is a point mass. Rows that a small forward splits are told in order."""
+    replica = Replica(max_rows=3)
+    replica.ask(Opened, opening())
+    right = target_text(PROMPT, 5)
+    asked = replace(check(1, 1, PROMPT, len(PROMPT), [*right[:2], right[2] ^ 1, right[3]]), num_top=16)
+    verdict = replica.ask(Verdict, asked)
+    assert verdict.num_accepted == 2
+    assert verdict.tops == tuple(((token, 1.0),) for token in right[:3])
+    text = [*PROMPT, *right]
+    probe = Probe(1, Key(2, 0), len(text), len(PROMPT), tuple(right), 5, num_top=1)
+    assert replica.ask(Probed, probe).tops == tuple(((token, 1.0),) for token in right)
+    assert replica.ask(Probed, replace(probe, key=Key(2, 1), num_top=0)).tops == ()
+    assert replica.ask(Verdict, check(1, 3, text, len(text))).tops == ()
 
 
 def test_commit_keeps_matching_drafts_and_replaces_others() -> None:

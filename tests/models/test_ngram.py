@@ -1,9 +1,10 @@
 """The n-gram model through appends, rollbacks, checks of its drafts and reuse of a block."""
 
 import random
+from dataclasses import replace
 
 from kvstate.protocol import Sampling
-from models.backend import Slice
+from models.backend import Slice, TopSink
 from models.lookup import HitRates
 from models.ngram import NgramBackend
 
@@ -35,6 +36,14 @@ def test_no_guess_without_a_match_and_bigrams_from_other_sequences() -> None:
     assert model.forward([slice_of([1, 2, 3], 0, 2)]) == [[None]]
     model.forward([slice_of([3, 9, 9, 3, 9], 0, 5, block=1)])
     assert model.forward([slice_of([1, 2, 3], 2, 2)]) == [[9]]
+
+
+def test_a_guess_is_a_point_mass_and_no_guess_is_unknown() -> None:
+    sink = TopSink(16)
+    model = make()
+    assert model.forward([replace(slice_of([1, 2, 3], 0, 2), tops=sink)]) == [[None]]
+    assert model.forward([replace(slice_of([1, 2, 3, 1, 2], 3, 3), tops=sink)]) == [[2, 3]]
+    assert sink.rows == [(), ((2, 1.0),), ((3, 1.0),)]
 
 
 def test_own_guesses_teach_nothing() -> None:

@@ -8,7 +8,7 @@ import torch
 
 from kvstate.protocol import Sampling
 from models.processing import Row
-from models.sampling import sample
+from models.sampling import sample, tops
 
 LOGITS = torch.tensor([1.0, -0.5, 2.0, 0.3, -1.2, 0.0, 1.5, -2.0])
 CHI_SQUARE_999 = {2: 13.816, 3: 16.266, 7: 24.322}
@@ -84,3 +84,36 @@ def test_same_seed_and_position_give_the_same_token_and_others_do_not() -> None:
     assert first == again
     assert first != other
     assert len(set(first)) > 1
+
+
+@pytest.mark.parametrize(
+    ("sampling", "allowed", "temperature"),
+    [
+        (Sampling(temperature=0.8, seed=3), range(8), 0.8),
+        (Sampling(temperature=0.8, top_k=3), (0, 2, 6), 0.8),
+        (Sampling(temperature=1.0, top_p=0.5), (2, 6), 1.0),
+        (Sampling(temperature=2.0, min_p=0.6), (0, 2, 6), 2.0),
+        (Sampling(temperature=1.0, banned_ids=(2, 7)), (0, 1, 3, 4, 5, 6), 1.0),
+        (Sampling(top_k=1, top_p=0.1, min_p=0.9), range(8), 1.0),
+        (Sampling(banned_ids=(2,), end_ids=(6,), min_tokens=9), (0, 1, 3, 4, 5, 7), 1.0),
+    ],
+    ids=["temperature", "top_k", "top_p", "min_p", "masks", "greedy", "greedy with masks"],
+)
+def test_tops_are_the_likeliest_tokens_of_what_is_sampled(
+    sampling: Sampling, allowed: Sequence[int], temperature: float
+) -> None:
+    expected = softmax(LOGITS, allowed, temperature)
+    order = sorted(allowed, key=lambda token: -expected[token])
+    for num_top in (1, 4, 8, 20):
+        (top,) = tops(LOGITS[None], [Row(5, sampling, [1] * 5, 2)], num_top)
+        assert [token for token, _ in top] == order[:num_top]
+        assert [p for _, p in top] == pytest.approx([expected[token] for token in order[:num_top]], rel=1e-5)
+
+
+def test_tops_of_each_row_follow_its_own_settings_and_context() -> None:
+    penalty = Sampling(temperature=1.0, presence_penalty=2.5)
+    tokens = [2, 6, 2, 6]
+    rows = [Row(2, penalty, tokens, 2), Row(3, penalty, tokens, 2), Row(4, Sampling(), tokens, 2)]
+    found = tops(LOGITS.expand(3, -1), rows, 2)
+    assert [[token for token, _ in top] for top in found] == [[2, 6], [6, 0], [2, 6]]
+    assert tops(LOGITS[None][:0], [], 2) == []

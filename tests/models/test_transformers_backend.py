@@ -1,6 +1,7 @@
 """Packed rows over paged KV against transformers' own forward: tiny random models in float64, so equality is exact."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from deployments.torch_backends import check_room
 from kvstate.protocol import Sampling
-from models.backend import Slice
+from models.backend import Slice, TopSink
 from models.processing import Row
 from models.sampling import sample
 from models.transformers_backend import TransformersBackend, UnsupportedModel, plan_blocks
@@ -132,6 +133,20 @@ def test_rollback_is_overwriting(folder: Path, dtype: torch.dtype) -> None:
     right = prompt + expected[:5]
     [again] = backend.forward([rows(right, len(prompt) + 1, len(prompt) + 1, 0, Sampling())])
     assert again == expected[2:6]
+
+
+def test_tops_are_the_likeliest_tokens_of_sampled_rows_and_change_no_sample(folder: Path, dtype: torch.dtype) -> None:
+    text, other = [1, *range(30, 40)], [1, 99, 98, 97]
+    with torch.inference_mode():
+        logits = reference(folder)(input_ids=torch.tensor([text]), use_cache=False).logits[0, -3:]
+    likely = torch.topk(torch.softmax(logits, dim=-1), 4)
+    expected = [dict(zip(*row, strict=True)) for row in zip(*(t.tolist() for t in likely[::-1]), strict=True)]
+    asked, beside = rows(text, 0, len(text) - 3, 0, SEEDED), rows(other, 0, 1, 1, SEEDED)
+    sink = TopSink(4)
+    samples = load(folder, dtype=dtype).forward([beside, replace(asked, tops=sink)])
+    assert samples == load(folder, dtype=dtype).forward([beside, asked])
+    for top, wanted in zip(sink.rows, expected, strict=True):
+        assert dict(top) == pytest.approx(wanted, rel=1e-3)
 
 
 def test_chunked_prefill_beside_a_check_equals_one_prefill(folder: Path, dtype: torch.dtype) -> None:
