@@ -80,7 +80,6 @@ class RoundDriver:
         observer: Observer,
         *,
         clock: Callable[[], float],
-        step_timeout_s: float,
         counts: TargetCounts | None = None,
     ) -> None:
         self.sequence = sequence
@@ -90,7 +89,6 @@ class RoundDriver:
         self._outbound = outbound
         self._observer = observer
         self._clock = clock
-        self._step_timeout_s = step_timeout_s
         self._logprobs: tuple[Logprobs, ...] = ()  # of the target's last verdict
 
     async def prefill(self, target: str, drafters: Sequence[str]) -> Commit:
@@ -126,12 +124,12 @@ class RoundDriver:
 
     async def probe(self, model: str, count: int, stop_below: float) -> Probed | None:
         """The model's own samples at the last `count` committed positions; None if it is gone or silent."""
-        tokens = list(self.sequence.tokens)
+        s, committed_len = self.sequence, len(self.sequence.tokens)
 
         def make(holder: Holder) -> Step:
-            start = min(holder.acked_len, len(tokens))
-            key = self.sequence.next_key()
-            return Probe(self.sequence.seq, key, len(tokens), start, tuple(tokens[start:]), count, stop_below)
+            start = min(holder.acked_len, committed_len)
+            missing = tuple(s.tokens[start:committed_len])
+            return Probe(s.seq, s.next_key(), committed_len, start, missing, count, stop_below)
 
         try:
             reply = await self._step(model, "probe", make)
@@ -221,7 +219,7 @@ class RoundDriver:
             sent_s, step = self._clock(), make(holder)
             if step.from_len + len(step.tokens) - holder.kv_len > MOST_BEHIND:
                 kind = CATCH_UP
-            reply = await self._calls.call(holder.replica_id, step, self._step_timeout_s)
+            reply = await self._calls.call(holder.replica_id, step)
             match reply:
                 case None:
                     holder.opened = False

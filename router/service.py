@@ -99,7 +99,7 @@ class RouterCore:
         self._requests: dict[str, Request] = {}
         self._admissions: dict[int, tuple[Admit, asyncio.Future[Admitted]]] = {}
         self._unsent: deque[Finish] = deque(maxlen=100_000)
-        self._calls = StepCalls(outbound)
+        self._calls = StepCalls(outbound, settings.step_timeout_s)
         self._connected: set[str] = set()
         self._connections = asyncio.Event()
         self._members: dict[str, Member] = {}
@@ -287,7 +287,6 @@ class RouterCore:
             self._outbound,
             RequestObserver(self.planning, request.own),
             clock=self._clock,
-            step_timeout_s=self._settings.step_timeout_s,
             counts=request.counts,
         )
         try:
