@@ -2,6 +2,7 @@
 
 computed  random tables, no actors: the planner's predicted time per token beside the oracle's for the same plan, its
           plan beside the best one that the oracle finds, and the time that planning takes.
+cpu       the router's processor time per hop, everybody else being played (benchmarks/router_cpu.py).
 
 Exit code 1 where a figure falls short of its target. docs/benchmarks.md says how each figure is measured.
 """
@@ -11,7 +12,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ import numpy as np
 
 from benchmarks.oracle import Level, best_of_chains, ms_per_token
 from benchmarks.report import Report
+from benchmarks.router_cpu import router_cpu
 from router.planner import Planner
 from router.table import ModelCost, PairEstimate, TableSnapshot
 
@@ -101,7 +103,7 @@ def computed(report: Report, num_tables: int) -> None:
     report.add("planning time: p50, p99", f"{p50:.2f}, {p99:.2f} ms")
 
 
-PARTS = {"computed": computed}
+PARTS: dict[str, Callable[[Report, int], None]] = {"computed": computed, "cpu": lambda report, _: router_cpu(report)}
 
 
 def main() -> None:
