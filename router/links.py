@@ -5,8 +5,7 @@ and key; one whose key nobody waits for is ignored.
 """
 
 import asyncio
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvstate.protocol import Key, Message, Step, StepReply
 
@@ -29,8 +28,7 @@ class ReplicaLost(Exception):
         self.replica_id = replica_id
 
 
-@dataclass(frozen=True, slots=True)
-class _Waiting:
+class _Waiting(NamedTuple):
     replica_id: str
     due_s: float
     reply: asyncio.Future[StepReply | None]
