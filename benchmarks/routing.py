@@ -2,6 +2,7 @@
 
 computed  random tables, no actors: the planner's predicted time per token beside the oracle's for the same plan, its
           plan beside the best one that the oracle finds, and the time that planning takes.
+cpu       the router's processor time per hop, everybody else being played (benchmarks/router_cpu.py).
 
 Exit code 1 where a figure falls short of its target. docs/benchmarks.md says how each figure is measured.
 """
@@ -11,7 +12,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -20,6 +21,7 @@ import numpy as np
 
 from benchmarks.oracle import Level, best_of_chains, ms_per_token
 from benchmarks.report import Report
+from benchmarks.router_cpu import router_cpu
 from router.planner import Found, Planner
 from router.snapshot import ModelCost, PairEstimate, TableSnapshot
 
@@ -111,7 +113,7 @@ def computed(report: Report, num_tables: int) -> None:
         report.add(f"planning time, {name}: p50, p99", f"{p50:.2f}, {p99:.2f} ms")
 
 
-PARTS = {"computed": computed}
+PARTS: dict[str, Callable[[Report, int], None]] = {"computed": computed, "cpu": lambda report, _: router_cpu(report)}
 
 
 def main() -> None:

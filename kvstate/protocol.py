@@ -22,11 +22,14 @@ from typing import NamedTuple
 import msgspec
 
 
-class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
-    """Base of all messages: immutable, tagged with the class name."""
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True, gc=False):
+    """Base of all messages: immutable, tagged with the class name.
+
+    Immutable ones never refer to themselves, so the garbage collector need not follow them (`gc`).
+    """
 
 
-class Value(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Value(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """Base of the untagged values that messages carry."""
 
 

@@ -92,7 +92,6 @@ class RoundDriver:
         observer: Observer,
         *,
         clock: Callable[[], float],
-        step_timeout_s: float,
         counts: TargetCounts | None = None,
     ) -> None:
         self.sequence = sequence
@@ -102,7 +101,6 @@ class RoundDriver:
         self._outbound = outbound
         self._observer = observer
         self._clock = clock
-        self._step_timeout_s = step_timeout_s
         self._logprobs: tuple[Logprobs, ...] = ()  # of the target's last verdict
 
     async def prefill(self, target: str, drafters: Sequence[str]) -> Commit:
@@ -138,13 +136,12 @@ class RoundDriver:
 
     async def probe(self, model: str, count: int, stop_below: float) -> Probed | None:
         """The model's own samples at the last `count` committed positions; None if it is gone or silent."""
-        tokens = list(self.sequence.tokens)
+        s, committed_len = self.sequence, len(self.sequence.tokens)
 
         def make(holder: Holder) -> Step:
-            start = min(holder.acked_len, len(tokens))
-            key = self.sequence.next_key()
-            missing, num_top = tuple(tokens[start:]), self.sequence.num_top
-            return Probe(self.sequence.seq, key, len(tokens), start, missing, count, stop_below, num_top)
+            start = min(holder.acked_len, committed_len)
+            missing = tuple(s.tokens[start:committed_len])
+            return Probe(s.seq, s.next_key(), committed_len, start, missing, count, stop_below, s.num_top)
 
         try:
             reply = await self._step(model, "probe", make)
@@ -264,7 +261,7 @@ class RoundDriver:
             sent_s, step = self._clock(), make(holder)
             if step.from_len + len(step.tokens) - holder.kv_len > MOST_BEHIND:
                 kind = CATCH_UP
-            reply = await self._calls.call(holder.replica_id, step, self._step_timeout_s)
+            reply = await self._calls.call(holder.replica_id, step)
             match reply:
                 case None:
                     holder.opened = False

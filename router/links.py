@@ -5,8 +5,7 @@ and key; one whose key nobody waits for is ignored.
 """
 
 import asyncio
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvstate.protocol import Key, Message, Step, StepReply
 
@@ -29,33 +28,38 @@ class ReplicaLost(Exception):
         self.replica_id = replica_id
 
 
-@dataclass(frozen=True, slots=True)
-class _Waiting:
+class _Waiting(NamedTuple):
     replica_id: str
-    reply: asyncio.Future[StepReply]
+    due_s: float
+    reply: asyncio.Future[StepReply | None]
 
 
 class StepCalls:
-    """Steps under way. `call` sends one and waits; `resolve` and `fail` are fed by the streams."""
+    """Steps under way. `call` sends one and waits; `resolve` and `fail` are fed by the streams.
 
-    def __init__(self, outbound: Outbound) -> None:
+    All wait equally long, `timeout_s`, so the first to be sent is the first to be due: one timer serves them all.
+    """
+
+    def __init__(self, outbound: Outbound, timeout_s: float) -> None:
         self._outbound = outbound
+        self._timeout_s = timeout_s
         self._waiting: dict[tuple[int, Key], _Waiting] = {}
+        self._timer: asyncio.TimerHandle | None = None
 
-    async def call(self, replica_id: str, step: Step, timeout_s: float) -> StepReply | None:
+    async def call(self, replica_id: str, step: Step) -> StepReply | None:
         """The reply; None when none came in `timeout_s` (a frame was lost, or the replica is slow).
 
         Raises ReplicaLost when the stream is broken, also while waiting.
         """
-        future: asyncio.Future[StepReply] = asyncio.get_running_loop().create_future()
-        self._waiting[step.seq, step.key] = _Waiting(replica_id, future)
+        loop = asyncio.get_running_loop()
+        waiting = _Waiting(replica_id, loop.time() + self._timeout_s, loop.create_future())
+        self._waiting[step.seq, step.key] = waiting
         try:
             if not self._outbound.to_replica(replica_id, step):
                 raise ReplicaLost(replica_id)
-            async with asyncio.timeout(timeout_s):
-                return await future
-        except TimeoutError:
-            return None
+            if self._timer is None:
+                self._timer = loop.call_at(waiting.due_s, self._give_up_overdue, loop)
+            return await waiting.reply
         finally:
             del self._waiting[step.seq, step.key]
 
@@ -69,3 +73,12 @@ class StepCalls:
         for waiting in self._waiting.values():
             if waiting.replica_id == replica_id and not waiting.reply.done():
                 waiting.reply.set_exception(ReplicaLost(replica_id))
+
+    def _give_up_overdue(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer = None
+        for waiting in self._waiting.values():
+            if waiting.due_s > loop.time():
+                self._timer = loop.call_at(waiting.due_s, self._give_up_overdue, loop)
+                return
+            if not waiting.reply.done():
+                waiting.reply.set_result(None)

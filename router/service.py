@@ -114,7 +114,7 @@ class RouterCore:
         self._requests: dict[str, Request] = {}
         self._admissions: dict[int, _Waiting] = {}
         self._unsent: deque[Finish] = deque(maxlen=100_000)
-        self._calls = StepCalls(outbound)
+        self._calls = StepCalls(outbound, settings.step_timeout_s)
         self._connected: set[str] = set()
         self._connections = asyncio.Event()
         self._members: dict[str, Member] = {}
@@ -308,7 +308,6 @@ class RouterCore:
             self._outbound,
             RequestObserver(self.planning, request.own),
             clock=self._clock,
-            step_timeout_s=self._settings.step_timeout_s,
             counts=request.counts,
         )
         try:
