@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -21,10 +21,10 @@ import uvloop
 
 from benchmarks.report import Report
 from benchmarks.stub_peers import MODELS, Stopwatch, StubCoordinator, StubIngress, make_replicas
+from cluster.config import parse_config
 from cluster.frames import Limits, decode_frame, encode_frames
-from deployments.router import Router
+from deployments.router import Router, settings_of
 from kvstate.protocol import Admit, AnyMessage, Members, Message
-from router.planning import RouterSettings
 from router.service import RouterCore
 from router.stats import RouterStats
 
@@ -53,7 +53,7 @@ class CoreWithoutStreams:
     def __init__(self, num_sequences: int, num_replicas: int) -> None:
         self.frames, self.stubs = Stopwatch(), Stopwatch()
         replicas = make_replicas(num_replicas, num_sequences, self.stubs)
-        self.core = RouterCore(_settings(num_sequences), self, generation=1)
+        self.core = RouterCore(settings_of(parse_config(_config(num_sequences), "cpu")), self, generation=1)
         self._replicas = {replica.name: replica for replica in replicas}
         self._coordinator, self._ingress = StubCoordinator(replicas), StubIngress(num_sequences)
         self._ingress.send = lambda message: self.core.on_ingress("ingress", message)
@@ -151,7 +151,7 @@ async def router_and_peers(num_sequences: int, num_replicas: int) -> AsyncIterat
         async with asyncio.timeout(START_S):
             handle: Any = StubHandle((await peers.stdout.readline()).decode().strip())
         router = RouterProcess.__new__(RouterProcess)
-        await RouterProcess.__init__(router, asdict(_settings(num_sequences)), handle, None)
+        await RouterProcess.__init__(router, _config(num_sequences), handle)
         peers.stdin.write(f"{await router.endpoint()}\n".encode())
         try:
             yield router
@@ -193,8 +193,12 @@ async def _cost(stats: RouterStats, stubs: Stopwatch, frames: Stopwatch) -> Cost
     return Cost(own_s * 1e6 / hops, frames_s * 1e6 / hops, levels / rounds, cpu_s / wall_s)
 
 
-def _settings(num_sequences: int) -> RouterSettings:
-    return RouterSettings(tuple(model.name for model in MODELS), max_queue=2 * num_sequences)
+def _config(num_sequences: int) -> dict[str, Any]:
+    models = [
+        {"name": model.name, "kind": "emulated", "emulate": {"base_ms": model.base_ms, "agreement": model.agreement}}
+        for model in MODELS
+    ]
+    return {"name": "cpu", "models": models, "http": {"max_queue": 2 * num_sequences}, "router": {"remember": False}}
 
 
 def router_cpu(report: Report) -> None:

@@ -4,7 +4,7 @@ Units: positions. A check of n tokens that accepted k examined k + 1 of them (th
 or n when all were accepted. Each examined position is one trial; trials fade with a half-life of 2,000 positions, so
 at constant acceptance a the estimate's error is about sqrt(a (1 - a) / 5800).
 
-A change is noticed by comparison: the last 320 trials are kept one by one, and when some most recent part of them is
+A change is noticed by comparison: the last 320 trials are kept in blocks of eight, and when some most recent part of them is
 too unlike all that came before (likelihood ratio of two rates against one), what came before is dropped. Where requests
 differ, unlike parts are no change: `Dispersion` measures by how much, and smaller changes than that are not noticed.
 """
@@ -20,7 +20,7 @@ PRIOR_ACCEPTANCE = 0.5
 PRIOR_POSITIONS = 2.0
 HALF_LIFE_POSITIONS = 2000.0
 _RECENT_TRIALS = 320
-_TEST_EVERY_TRIALS = 8
+_BLOCK_TRIALS = _TEST_EVERY_TRIALS = 8
 _POSITION_WEIGHT = 8.0
 _ASSOCIATION_POSITIONS = 32.0
 _LEAST_POSITIONS, _MOST_POSITIONS = 8, 60
@@ -88,7 +88,11 @@ class Acceptance:
             return
         self.samples += trials
         self._all.add(successes, trials)
-        self._recent.append((successes, trials))
+        if self._recent and self._recent[-1][1] < _BLOCK_TRIALS:
+            before = self._recent.pop()
+            self._recent.append((before[0] + successes, before[1] + trials))
+        else:
+            self._recent.append((successes, trials))
         self._recent_trials += trials
         while self._recent_trials > _RECENT_TRIALS and len(self._recent) > 1:
             self._recent_trials -= self._recent.popleft()[1]

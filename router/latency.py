@@ -13,6 +13,9 @@ from kvstate.protocol import Profile, Timing
 HALF_LIFE_MESSAGES = 64.0
 _FADE = 0.5 ** (1.0 / HALF_LIFE_MESSAGES)
 _PRIOR_WEIGHT = 0.1
+_SOLVE_EACH, _SOLVE_EVERY = 16, 4
+"""The fit is solved after each of the first messages, then after every fourth: solving takes longer than the rest."""
+
 _LEAST_SHARE = 0.1
 """The prior counts as this fraction of a batch that measured each coefficient alone, relative to the coefficient: what
 the data leave open is laid to the larger ones. One below the least share of a batch is held as one of that size.
@@ -66,8 +69,9 @@ class LatencyFit:
             self._moment[i] = _FADE * self._moment[i] + features[i] * cost_ms
             for j in range(3):
                 self._gram[i][j] = _FADE * self._gram[i][j] + features[i] * features[j]
-        self._solution = None
         self.count += 1
+        if self.count <= _SOLVE_EACH or self.count % _SOLVE_EVERY == 0:
+            self._solution = None
 
     def predict_ms(self, timing: Timing) -> float:
         """Of all the batches of a message."""

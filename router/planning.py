@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvstate.protocol import Profile, Speculation, Timing
+from kvstate.protocol import Profile, Speculation, Timing, Top
 from router.checks import CheckSeen
 from router.driver import CATCH_UP
 from router.keys import EVERY, Context
@@ -20,7 +20,7 @@ from router.probing import ProbeBudget, ProbePlan, choose_probe
 from router.sequence import Holder
 from router.snapshot import TableSnapshot
 from router.stats import RouterStats
-from router.table import RouterTable
+from router.table import NO_TOPS, RouterTable
 
 MOST_PRESENT = 1024
 MOST_PLANS = 32
@@ -144,15 +144,21 @@ class Planning:
             self.table.observe_check(seen, own.context)
         self._stats.add_check(*pair, seen.num_accepted)
 
-    def probed(self, samples: Mapping[str, Sequence[int | None]], committed: Sequence[int], own: OwnRates) -> None:
-        """`samples` of each model at the positions of the `committed` tokens."""
+    def probed(
+        self,
+        samples: Mapping[str, Sequence[int | None]],
+        committed: Sequence[int],
+        own: OwnRates,
+        tops: Mapping[str, Sequence[Top]] = NO_TOPS,
+    ) -> None:
+        """`samples` of each model at the positions of the `committed` tokens; `tops` there, the target's among them."""
         snapshot, target = self._seen_in(own.context), self._settings.target
         for model, sampled in samples.items():
             expected, pair = snapshot.draft_goes_on(model, target, 1), snapshot.pairs[model, target]
             for sample, token in zip(sampled, committed, strict=True):
                 own.observe((model, target), int(sample == token), expected, pair.prior_positions)
         if samples:
-            self.table.observe_probe({**samples, target: committed}, own.context)
+            self.table.observe_probe({**samples, target: committed}, own.context, tops)
 
     def record_round(self, plan: Plan, seconds: float, num_tokens: int, speculation: Speculation) -> None:
         record = self.records.setdefault(plan.label, RunRecord())

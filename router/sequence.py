@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from kvstate.protocol import FinishReason, Key, Sampling, Top
 
-TOPS_EVERY = 4
+TOPS_EVERY = 32
 """Rounds per one whose target check states its likeliest tokens: finding them takes part of a forward's time."""
 
 MOST_TOPS = 64

@@ -52,6 +52,8 @@ RETRY_AFTER_S = 1.0
 CONNECT_S = 3.0
 OVERLOAD_S = 1.0
 ROWS_STEP = 64
+NUM_TOP = 16
+"""Likeliest tokens that probes state, and some checks, where probes are sent at all."""
 
 
 class Refused(Exception):
@@ -287,7 +289,9 @@ class RouterCore:
             raise Refused(answer.code, answer.refusal, RETRY_AFTER_S if answer.code != 400 else None)
         holders = {model: Holder(model, replica_id) for model, replica_id in answer.holders.items()}
         tokens = [*message.prompt, *request.output]
-        return RunningSequence(seq, tokens, len(message.prompt), message.sampling, holders, message.logprobs)
+        num_top = NUM_TOP if message.speculation.mode == "auto" and self._settings.explore > 0.0 else 0
+        sampling, logprobs = message.sampling, message.logprobs
+        return RunningSequence(seq, tokens, len(message.prompt), sampling, holders, logprobs, num_top=num_top)
 
     async def _until_connected(self, replica_id: str) -> None:
         """A replica can be admitted to before the stream to it is open. Raises TargetLost when it stays shut."""
@@ -405,11 +409,13 @@ class RouterCore:
 
     async def _probe(self, own: OwnRates, driver: RoundDriver, probe: ProbePlan) -> None:
         """Samples at the last committed positions, beside the round; never delays it and never fails it."""
-        committed = driver.sequence.tokens[-probe.count :]
-        replies = await asyncio.gather(*(driver.probe(m, probe.count, probe.stop_below) for m in probe.models))
-        samples = {m: list(r.samples) for m, r in zip(probe.models, replies, strict=True) if r is not None}
-        self.planning.record_probe(sum(reply.timing.busy_s for reply in replies if reply is not None))
-        self.planning.probed(samples, committed, own)
+        committed, tops = driver.sequence.tokens[-probe.count :], driver.sequence.last_tops(probe.count)
+        asked = await asyncio.gather(*(driver.probe(m, probe.count, probe.stop_below) for m in probe.models))
+        replies = {model: reply for model, reply in zip(probe.models, asked, strict=True) if reply is not None}
+        self.planning.record_probe(sum(reply.timing.busy_s for reply in replies.values()))
+        samples = {model: reply.samples for model, reply in replies.items()}
+        stated = {model: reply.tops for model, reply in replies.items() if reply.tops}
+        self.planning.probed(samples, committed, own, {**stated, self._settings.target: tops})
 
     def _update_members(self, members: tuple[Member, ...]) -> None:
         for member in members:

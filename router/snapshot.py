@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from router.acceptance import MOST_PRIOR_POSITIONS, PRIOR_ACCEPTANCE
 from router.checks import CheckSeen
+from router.divergence import Bounds
 from router.keys import Context, Pair, Triple
 from router.renewal import Rates
 
@@ -55,7 +56,8 @@ class ModelCost:
 
 @dataclass(frozen=True, slots=True)
 class PairEstimate:
-    """`acceptance`: share of lower tokens that equal the upper's samples; `divergence`: 1 − agreement on probes.
+    """`acceptance`: share of lower tokens that equal the upper's samples; `divergence` of the distributions, the middle
+    of what is known of it, 1 − agreement on probes where nothing is. `bounds`: of both (router/divergence.py).
 
     `goes_on[j]`: of a draft checked at once, the probability that after j accepted tokens one more was drafted and
     accepted; as the last one says further on, and nothing where no draft was checked yet. `prior_positions`: how many
@@ -69,6 +71,7 @@ class PairEstimate:
     samples: int
     goes_on: tuple[float, ...] = ()
     prior_positions: float = MOST_PRIOR_POSITIONS
+    bounds: Bounds | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,15 +9,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from kvstate.protocol import Profile, Timing
+from kvstate.protocol import Profile, Timing, Top
 from router.acceptance import Acceptance, Association, Dispersion, PositionRates
 from router.checks import CheckSeen, Kind
+from router.divergence import DivergenceEstimate
 from router.keys import EVERY, Context, Pair, Triple
 from router.latency import Ewma, LatencyFit
 from router.learned import NOTHING, Learned, PairLearned
 from router.snapshot import ModelCost, PairEstimate, TableSnapshot
 
 MUCH_FASTER = 0.8
+NO_TOPS: Mapping[str, Sequence[Top]] = {}
+MOST_COMPARED = 8
+"""Positions of a probe whose distributions are compared, per pair: it takes the router's time."""
+
 CONTEXT_POSITIONS = 24.0
 """How many positions of a context the estimate over all requests is worth there."""
 
@@ -47,6 +52,7 @@ class _Pair:
     probed: Acceptance = field(default_factory=Acceptance)
     drafts: PositionRates = field(default_factory=PositionRates)
     dispersion: Dispersion = field(default_factory=Dispersion)
+    distributions: DivergenceEstimate = field(default_factory=DivergenceEstimate)
 
     def estimate(self, lower: str, upper: str, of_all: PairEstimate | None = None) -> PairEstimate:
         """`of_all`: where this is the pair in one context, what few positions leave open."""
@@ -59,7 +65,9 @@ class _Pair:
             rate = self.acceptance.rate_from(of_all.acceptance, CONTEXT_POSITIONS)
             agreement = self.probed.rate_from(1.0 - of_all.divergence, CONTEXT_POSITIONS)
             goes_on = tuple(self.drafts.rates_from(of_all.goes_on or (rate,), CONTEXT_POSITIONS))
-        return PairEstimate(lower, upper, rate, 1.0 - agreement, samples, goes_on, prior_positions)
+        bounds = self.distributions.bounds
+        divergence = 1.0 - agreement if bounds is None else bounds.divergence.middle
+        return PairEstimate(lower, upper, rate, divergence, samples, goes_on, prior_positions, bounds)
 
     @property
     def learned(self) -> PairLearned:
@@ -179,12 +187,17 @@ class RouterTable:
         for entry in self._in(context, pair):
             entry.observe_request(num_positions, num_accepted)
 
-    def observe_probe(self, samples: Mapping[str, Sequence[int | None]], context: Context = EVERY) -> None:
+    def observe_probe(
+        self,
+        samples: Mapping[str, Sequence[int | None]],
+        context: Context = EVERY,
+        tops: Mapping[str, Sequence[Top]] = NO_TOPS,
+    ) -> None:
         """Samples of several models at the same committed positions: a trial for each pair and position both guessed
         at.
 
         The target's samples are the committed tokens. Pairs that rounds check as well count both: they are the same
-        trials.
+        trials. `tops`: the likeliest tokens at these positions, where they were stated.
         """
         names = [name for name in self.models if name in samples]
         for name in names:
@@ -193,6 +206,11 @@ class RouterTable:
         for lower, upper in filter(self._pairs.__contains__, combinations(names, 2)):
             for pair in self._in(context, (lower, upper)):
                 pair.observe_probe(samples[lower], samples[upper])
+        for lower, upper in combinations((name for name in names if name in tops), 2):
+            if (lower, upper) in self._pairs:
+                known = [pair for pair in zip(tops[lower], tops[upper], strict=True) if all(pair)][-MOST_COMPARED:]
+                for entry in self._in(context, (lower, upper)):
+                    entry.distributions.observe([p for p, _ in known], [q for _, q in known])
         for triple in combinations(names, 3):
             if all(pair in self._pairs for pair in combinations(triple, 2)):
                 association = self._triples.setdefault(triple, Association())

@@ -77,4 +77,6 @@ def _pair_rows(context: Context, pairs: Mapping[Pair, PairEstimate]) -> Iterable
             "divergence": pair.divergence,
             "acceptance": pair.acceptance,
             "samples": pair.samples,
+            "divergence_bounds": None if pair.bounds is None else list(pair.bounds.divergence),
+            "predicted_acceptance": None if pair.bounds is None else list(pair.bounds.acceptance),
         }

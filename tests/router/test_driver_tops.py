@@ -5,10 +5,11 @@ import asyncio
 from kvstate.protocol import Check, Drafted, Message, Need, Probe, Probed, Sampling, Timing, Verdict
 from models.emulated import EmulatedBackend, EmulateSpec
 from models.engine import Engine
+from router.checks import CheckSeen
 from router.divergence import DivergenceEstimate
 from router.driver import RoundDriver
 from router.links import StepCalls
-from router.planner import Plan
+from router.plan import Plan
 from router.sequence import Holder, Limits, RunningSequence
 
 PROMPT = list(b"Which letters are likely?")
@@ -18,7 +19,7 @@ class Replicas:
     """`Outbound` to engines that answer at once; keeps what was sent."""
 
     def __init__(self, agreements: dict[str, float]) -> None:
-        self.calls = StepCalls(self)
+        self.calls = StepCalls(self, 5.0)
         self.sent: list[tuple[str, Message]] = []
         self._engines = {
             name: Engine(EmulatedBackend(name, rank, EmulateSpec(0.0, agreement), 64), self._deliver)
@@ -52,21 +53,21 @@ class Deaf:
 
     def drafted(self, model: str, num_asked: int, num_drafted: int) -> None: ...
 
-    def checked(self, lower: str, upper: str, num_checked: int, num_accepted: int, num_asked: int) -> None: ...
+    def checked(self, seen: CheckSeen) -> None: ...
 
 
 def drive(replicas: Replicas, num_top: int) -> tuple[RunningSequence, Probed]:
-    """The prefill, rounds over draft and target until 40 tokens are committed, and a probe of the middle model."""
+    """The prefill, rounds over draft and target until 160 tokens are committed, and a probe of the middle model."""
 
     async def run() -> tuple[RunningSequence, Probed]:
         holders = {name: Holder(name, name) for name in ("draft", "middle", "target")}
         running = RunningSequence(1, list(PROMPT), len(PROMPT), Sampling(), holders, num_top=num_top)
         limits = Limits(200, frozenset())
-        driver = RoundDriver(running, limits, replicas.calls, replicas, Deaf(), clock=lambda: 0.0, step_timeout_s=5.0)
+        driver = RoundDriver(running, limits, replicas.calls, replicas, Deaf(), clock=lambda: 0.0)
         await driver.prefill("target", ["draft"])
-        while running.output_len < 40:
+        while running.output_len < 160:
             await driver.round(Plan(("draft", "target"), (3,), 0.0))
-        probed = await driver.probe("middle", 32, 0.0)
+        probed = await driver.probe("middle", 64, 0.0)
         assert probed is not None
         return running, probed
 
@@ -76,13 +77,13 @@ def drive(replicas: Replicas, num_top: int) -> tuple[RunningSequence, Probed]:
 def test_probes_and_some_checks_tell_how_far_models_are_apart() -> None:
     replicas = Replicas({"draft": 0.7, "middle": 0.8, "target": 1.0})
     running, probed = drive(replicas, num_top=16)
-    target = running.last_tops(32)
-    assert all(not top or top == ((token, 1.0),) for top, token in zip(target, running.tokens[-32:], strict=True))
+    target = running.last_tops(64)
+    assert all(not top or top == ((token, 1.0),) for top, token in zip(target, running.tokens[-64:], strict=True))
     num_known = sum(bool(top) for top in target)
-    assert 0 < num_known < 32
+    assert 0 < num_known < 64
     estimate = DivergenceEstimate()
     estimate.observe(probed.tops, target)
-    equal = [s == t for s, t, top in zip(probed.samples, running.tokens[-32:], target, strict=True) if top]
+    equal = [s == t for s, t, top in zip(probed.samples, running.tokens[-64:], target, strict=True) if top]
     assert estimate.samples == num_known
     assert estimate.acceptance is not None
     assert estimate.acceptance.least == estimate.acceptance.most

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvstate.protocol import Profile, Speculation, Timing
+from kvstate.protocol import Profile, Speculation, Timing, Top
 from router.checks import CheckSeen, Kind, Origin
 from router.own_rates import OwnRates
 from router.plan import Plan
@@ -204,7 +204,23 @@ def test_a_model_profiled_again_keeps_what_was_learned() -> None:
 def test_rows_have_the_contract_s_fields() -> None:
     rows = as_rows(table_of("a", "b").snapshot())
     assert set(rows["models"][0]) == {"name", "level", "base_ms", "per_token_ms", "per_sequence_ms", "queue"}
-    assert set(rows["pairs"][0]) == {"lower", "upper", "class", "regime", "divergence", "acceptance", "samples"}
+    contract = {"lower", "upper", "class", "regime", "divergence", "acceptance", "samples"}
+    assert set(rows["pairs"][0]) == contract | {"divergence_bounds", "predicted_acceptance"}
+
+
+def test_divergence_is_that_of_the_distributions_where_they_are_stated() -> None:
+    """Samples agree at half of the positions; the distributions overlap by .7 of their mass."""
+    table = table_of("a", "b")
+    samples = {"a": [1, 2] * 4, "b": [1, 3] * 4}
+    table.observe_probe(samples)
+    assert table.snapshot().pairs["a", "b"].divergence == pytest.approx(0.5)
+    tops: dict[str, list[Top]] = {"a": [((1, 0.7), (2, 0.3))] * 8, "b": [((1, 1.0),)] * 7 + [()]}
+    table.observe_probe(samples, ("short code", "greedy"), tops)
+    for pairs in (table.snapshot().pairs, table.snapshot().contexts["short code", "greedy"]):
+        assert pairs["a", "b"].divergence == pytest.approx(0.3)
+        bounds = pairs["a", "b"].bounds
+        assert bounds is not None
+        assert bounds.acceptance == pytest.approx((0.7, 0.7))
 
 
 def test_probes_start_at_once_prefer_unknown_pairs_and_stay_within_their_share() -> None:
