@@ -82,7 +82,7 @@ class Admission:
     def _place(self, router_id: str, admit: Admit, now: float) -> dict[str, str]:
         entry = self._ledger.start(admit.seq, router_id, admit.max_len, start_len=admit.prompt_len)
         for model in self._models:
-            replica = self._ledger.best_replica(model, admit.max_len)
+            replica = self._ledger.best_replica(model, admit.max_len, admit.preferred.get(model, ()))
             if replica is not None:
                 # The router opens the copy with the whole prompt before anything is committed.
                 self._ledger.attach(entry, model, replica.info.replica_id, from_len=admit.prompt_len, now=now)

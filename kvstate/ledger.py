@@ -215,10 +215,11 @@ class Ledger:
             freed = replica.reserved.pop(seq, 0)
             replica.free_blocks = min(replica.info.num_blocks, replica.free_blocks + freed)
 
-    def best_replica(self, model: str, max_len: int) -> Replica | None:
-        """The replica of `model` with the most room, if it is enough."""
-        fitting = [r for r in self._of(model) if r.has_room(max_len)]
-        return max(fitting, key=lambda r: r.room_blocks, default=None)
+    def best_replica(self, model: str, max_len: int, preferred: Sequence[str] = ()) -> Replica | None:
+        """Of the replicas of `model` with enough room the first preferred one, else the one with most."""
+        fitting = {r.info.replica_id: r for r in self._of(model) if r.has_room(max_len)}
+        wished = next((fitting[replica_id] for replica_id in preferred if replica_id in fitting), None)
+        return wished or max(fitting.values(), key=lambda r: r.room_blocks, default=None)
 
     def never_fits(self, model: str, max_len: int) -> bool:
         """Whether replicas of `model` are known, and none of them could hold the sequence even when empty."""

@@ -192,13 +192,15 @@ class Failed(Message, frozen=True):
 class Admit(Message, frozen=True):
     """Ask for room: a replica of every model that has some for `max_len` tokens, the target's required.
 
-    `replaces` is the older sequence of the same request; it is closed first.
+    `replaces` is the older sequence of the same request; it is closed first. `preferred`: by model, the replicas that
+    the router would like best, the best one first.
     """
 
     seq: int
     prompt_len: int
     max_len: int
     replaces: int | None = None
+    preferred: dict[str, tuple[str, ...]] = {}
 
 
 class Admitted(Message, frozen=True):

@@ -4,9 +4,10 @@ Units: positions. A check of n tokens that accepted k examined k + 1 of them (th
 or n when all were accepted. Each examined position is one trial; trials fade with a half-life of 2,000 positions, so
 at constant acceptance a the estimate's error is about sqrt(a (1 - a) / 5800).
 
-A change is noticed by comparison: the last 320 trials are kept in blocks of eight, and when some most recent part of them is
-too unlike all that came before (likelihood ratio of two rates against one), what came before is dropped. Where requests
-differ, unlike parts are no change: `Dispersion` measures by how much, and smaller changes than that are not noticed.
+A change is noticed by comparison: the last 320 trials are kept in blocks of eight, and when some most recent part of
+them is too unlike all that came before (likelihood ratio of two rates against one), what came before is dropped. Where
+requests differ, unlike parts are no change: `Dispersion` measures by how much, and smaller changes than that are not
+noticed.
 """
 
 import math

@@ -17,6 +17,7 @@ from router.own_rates import Missing, OwnRates, Shifts, shifted
 from router.plan import Plan, split_cascade
 from router.planner import Found, Planner
 from router.probing import ProbeBudget, ProbePlan, choose_probe
+from router.replicas import Replicas
 from router.sequence import Holder
 from router.snapshot import TableSnapshot
 from router.stats import RouterStats
@@ -106,6 +107,7 @@ class Planning:
         self._plans: dict[tuple[object, ...], Plan] = {}
         self._present: dict[tuple[object, ...], Plan] = {}
         self.table = RouterTable(learned)
+        self.replicas = Replicas()
         self.records: dict[tuple[str, ...], RunRecord] = {}
         self.plan_changes = 0
         self.is_overloaded = False
@@ -129,6 +131,7 @@ class Planning:
         if kind == "probe":
             self.table.observe_probe_timing(holder.model, holder.replica_id, timing, round_trip_s)
         elif kind != CATCH_UP:
+            self.replicas.observe(holder.replica_id, timing.busy_s * 1e3, self.table.expected_ms(holder.model, timing))
             self.table.observe_timing(holder.model, holder.replica_id, timing, round_trip_s)
         self._stats.add_step(holder.model, kind, timing)
 

@@ -10,7 +10,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvstate.protocol import (
@@ -159,6 +159,7 @@ class RouterCore:
         if member is not None:
             self.stats.replica_losses[member.info.model] += 1
             self.planning.table.remove_replica(member.info.model, replica_id)
+            self.planning.replicas.lost(replica_id)
 
     def on_coordinator(self, message: Message) -> None:
         match message:
@@ -254,6 +255,8 @@ class RouterCore:
         replaces: int | None = None
         while True:
             request.sequence = sequence = await self._admitted(request, replaces)
+            placed = {model: holder.replica_id for model, holder in sequence.holders.items()}
+            self.planning.replicas.opened(placed, request.message.prompt)
             try:
                 await self._until_connected(sequence.holders[self._settings.target].replica_id)
                 await self._generate(request, sequence)
@@ -264,6 +267,8 @@ class RouterCore:
             except BaseException:
                 self._finish(sequence.seq)
                 raise
+            finally:
+                self.planning.replicas.closed(placed)
             self._finish(sequence.seq)
             return
 
@@ -271,19 +276,23 @@ class RouterCore:
         """Waits for room; the caller's deadline bounds it."""
         message = request.message
         seq = next(self._ids)
-        admit = Admit(seq, len(message.prompt), len(message.prompt) + message.max_tokens, replaces)
+        preferred = self._preferred(message.prompt)
+        expected = {model: ids[0] for model, ids in preferred.items()}
+        admit = Admit(seq, len(message.prompt), len(message.prompt) + message.max_tokens, replaces, preferred)
         future: asyncio.Future[Admitted] = asyncio.get_running_loop().create_future()
         self._admissions[seq] = _Waiting(admit, future, self._clock())
         # The queue is the coordinator's; while it is away requests wait here, and coordinator_connected asks again.
         sent = self._outbound.to_coordinator(admit)
         if not sent and len(self._admissions) > self._settings.max_queue:
             future.set_exception(Refused(429, "the queue is full: retry later", RETRY_AFTER_S))
+        self.planning.replicas.open.update(expected.values())  # so that many that come at once do not all go there
         try:
             answer = await future
         except BaseException:
             self._finish(seq)
             raise
         finally:
+            self.planning.replicas.closed(expected)
             del self._admissions[seq]
         if answer.refusal is not None:
             raise Refused(answer.code, answer.refusal, RETRY_AFTER_S if answer.code != 400 else None)
@@ -292,6 +301,14 @@ class RouterCore:
         num_top = NUM_TOP if message.speculation.mode == "auto" and self._settings.explore > 0.0 else 0
         sampling, logprobs = message.sampling, message.logprobs
         return RunningSequence(seq, tokens, len(message.prompt), sampling, holders, logprobs, num_top=num_top)
+
+    def _preferred(self, prompt: Sequence[int]) -> dict[str, tuple[str, ...]]:
+        """Per model with several replicas, in which order a new request would have them."""
+        replicas: dict[str, list[str]] = {}
+        for replica_id, member in self._members.items():
+            if replica_id in self._connected:
+                replicas.setdefault(member.info.model, []).append(replica_id)
+        return self.planning.replicas.preferred(replicas, self.planning.snapshot().models, prompt)
 
     async def _until_connected(self, replica_id: str) -> None:
         """A replica can be admitted to before the stream to it is open. Raises TargetLost when it stays shut."""

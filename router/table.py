@@ -156,6 +156,10 @@ class RouterTable:
         hop_ms = _hop_ms(timing, round_trip_s)
         hop.add(hop_ms if hop.count < 5 else min(hop_ms, 3.0 * hop.value + 0.5))
 
+    def expected_ms(self, model: str, timing: Timing) -> float:
+        """What the batches of a reply take on a replica like all of the model's."""
+        return self._models[model].fit.predict_ms(timing)
+
     def observe_probe_timing(self, model: str, replica_id: str, timing: Timing, round_trip_s: float) -> None:
         """A probe runs beside a round and may share processors with it, as no step of a chain does: it can show that a
         model is faster than was known, never that it is slower.

@@ -13,7 +13,7 @@ def explain(planning: Planning, members: Sequence[Member], can_serve: bool) -> d
     """The plan in use for requests without a wish of their own, models with their replicas, pairs and candidates."""
     rows = as_rows(planning.snapshot())
     for row in rows["models"]:
-        row["replicas"] = [_replica_row(member) for member in members if member.info.model == row["name"]]
+        row["replicas"] = [_replica_row(member, planning) for member in members if member.info.model == row["name"]]
     plan = planning.plan(planning.table.models, Speculation()) if can_serve else Plan((), (), 0.0)
     return {
         "chain": plan.label,
@@ -36,7 +36,7 @@ def _candidate_row(planning: Planning, plan: Plan) -> dict[str, object]:
     }
 
 
-def _replica_row(member: Member) -> dict[str, object]:
+def _replica_row(member: Member, planning: Planning) -> dict[str, object]:
     info = member.info
     total = info.num_blocks * info.block_tokens
     return {
@@ -46,6 +46,7 @@ def _replica_row(member: Member) -> dict[str, object]:
         "kv_used_tokens": total - member.free_blocks * info.block_tokens,
         "kv_total_tokens": total,
         "up": member.up,
+        "slowness": planning.replicas.slowness(info.replica_id),
     }
 
 

@@ -43,6 +43,8 @@ def test_the_replica_with_most_room_is_best_and_lost_ones_are_not() -> None:
     ledger = ledger_with(info("small", num_blocks=6), info("large", num_blocks=9))
     best = ledger.best_replica("target", 16)
     assert best is ledger.replicas["large"]
+    assert ledger.best_replica("target", 16, ("gone", "small", "large")) is ledger.replicas["small"]
+    assert ledger.best_replica("target", 30, ("small",)) is ledger.replicas["large"]  # the small one has no room
     ledger.lose("large")
     assert ledger.best_replica("target", 16) is ledger.replicas["small"]
     assert ledger.best_replica("target", 24) is ledger.replicas["small"]

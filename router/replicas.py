@@ -1,0 +1,91 @@
+"""Which replica of a model a new request should get: the one where its steps will take the least time. Pure.
+
+A step takes what the model's batch takes with one sequence more, times how slow that replica was seen to be, and waits
+for batches under way the likelier the more sequences are there. What of the prompt's beginning is cached on a replica
+need not be computed again, spread over the tokens of an answer. The coordinator, which knows the room, has the last
+word.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from router.latency import Ewma
+from router.snapshot import ModelCost
+
+PREFIX_TOKENS = 64
+MOST_PREFIXES_OF_A_PROMPT = 32
+MOST_PREFIXES = 8192
+ANSWER_TOKENS = 64
+"""Over how many tokens of an answer a cached prefix is spread."""
+
+MOST_SLOWNESS = 10.0
+
+
+@dataclass(slots=True)
+class Replicas:
+    """`open`: sequences by replica. `slowness`: a replica's batches took so much of what its model's do."""
+
+    open: Counter[str] = field(default_factory=Counter)
+    _slowness: dict[str, Ewma] = field(default_factory=dict)
+    _prefixes: OrderedDict[tuple[str, int], str] = field(default_factory=OrderedDict)
+
+    def observe(self, replica_id: str, busy_ms: float, expected_ms: float) -> None:
+        """A step's batches, and what the model's take by the table."""
+        if expected_ms > 0.0:
+            ratio = min(MOST_SLOWNESS, max(1.0 / MOST_SLOWNESS, busy_ms / expected_ms))
+            self._slowness.setdefault(replica_id, Ewma()).add(ratio)
+
+    def slowness(self, replica_id: str) -> float:
+        seen = self._slowness.get(replica_id)
+        return 1.0 if seen is None else seen.value
+
+    def opened(self, holders: Mapping[str, str], prompt: Sequence[int]) -> None:
+        """A sequence is held by these replicas, by model: they will have cached its prompt."""
+        self.open.update(holders.values())
+        for prefix in _prefixes(prompt):
+            for model, replica_id in holders.items():
+                self._prefixes[model, prefix] = replica_id
+                self._prefixes.move_to_end((model, prefix))
+        while len(self._prefixes) > MOST_PREFIXES:
+            self._prefixes.popitem(last=False)
+
+    def closed(self, holders: Mapping[str, str]) -> None:
+        self.open.subtract(holders.values())
+        self.open += Counter()  # drops zeros
+
+    def lost(self, replica_id: str) -> None:
+        self._slowness.pop(replica_id, None)
+        self._prefixes = OrderedDict((key, held) for key, held in self._prefixes.items() if held != replica_id)
+
+    def preferred(
+        self, replicas: Mapping[str, Sequence[str]], costs: Mapping[str, ModelCost], prompt: Sequence[int]
+    ) -> dict[str, tuple[str, ...]]:
+        """Per model with several `replicas`, their ids, the best one first."""
+        several = {model: ids for model, ids in replicas.items() if len(ids) > 1 and model in costs}
+        prefixes = list(_prefixes(prompt)) if several else []
+        return {model: self._ordered(costs[model], ids, prefixes) for model, ids in several.items()}
+
+    def _ordered(self, cost: ModelCost, ids: Sequence[str], prefixes: Sequence[int]) -> tuple[str, ...]:
+        cached: Counter[str] = Counter()
+        for number, prefix in enumerate(prefixes, 1):
+            holder = self._prefixes.get((cost.name, prefix))
+            if holder is not None:
+                cached[holder] = number * PREFIX_TOKENS
+
+        def step_ms(replica_id: str) -> float:
+            load = self.open[replica_id]
+            wait = load / (load + 2.0) * cost.base_ms
+            batch_ms = cost.base_ms + (cost.per_token_ms + cost.per_sequence_ms) * (load + 1.0)
+            saved_ms = cached[replica_id] * cost.per_token_ms / ANSWER_TOKENS
+            return self.slowness(replica_id) * (wait + batch_ms) - saved_ms
+
+        return tuple(sorted(ids, key=step_ms))
+
+
+def _prefixes(prompt: Sequence[int]) -> Iterator[int]:
+    """A number for each whole stretch of the prompt's beginning."""
+    number = 0
+    for end in range(PREFIX_TOKENS, min(len(prompt), PREFIX_TOKENS * MOST_PREFIXES_OF_A_PROMPT) + 1, PREFIX_TOKENS):
+        number = hash((number, *prompt[end - PREFIX_TOKENS : end]))
+        yield number
