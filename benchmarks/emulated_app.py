@@ -70,9 +70,25 @@ class EmulatedApp:
         handle = serve.get_deployment_handle(deployment, self.config.name)
         return await asyncio.wait_for(getattr(handle, method).remote(), CALL_S)
 
+    async def change_now(self, model: str, values: Mapping[str, Any]) -> float:
+        """The replica's own `reconfigure`, which `deploy` has Serve call within a second; returns the time.
+
+        `deploy({})` then tells Serve, which would else bring the old values back.
+        """
+        self.emulate[model] = {**self.emulate[model], **values}
+        handle = serve.get_deployment_handle(model, self.config.name)
+        await asyncio.wait_for(handle.reconfigure.remote(self.emulate[model]), CALL_S)
+        return time.perf_counter()
+
     async def replicas(self, method: str) -> dict[str, Any]:
         """Model name → what its replica answers (one replica each)."""
         return {model.name: await self.call(model.name, method) for model in self.config.models}
+
+
+def emulated_config(name: str, emulate: Mapping[str, Mapping[str, Any]], **sections: Any) -> AppConfig:
+    """Of models with these `emulate` values, cheapest first, the target last."""
+    models = [{"name": model, "kind": "emulated", "emulate": values} for model, values in emulate.items()]
+    return AppConfig.model_validate({"name": name, "models": models, **sections})
 
 
 @contextmanager
