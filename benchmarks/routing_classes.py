@@ -30,10 +30,10 @@ AGREEMENT: dict[str, dict[str, float]] = {
 }
 CONCURRENCY = 3
 TOKENS = 96
-SEARCH = (1, 2)
+SEARCH = (1, 1)
 WARM_UP_PER_STREAM = 12
-TURNS, PER_TURN = 6, 3
-SINGLE_CANDIDATES, KIND_CANDIDATES = 6, 3
+TURNS, PER_TURN = 5, 3
+SINGLE_CANDIDATES, KIND_CANDIDATES = 4, 3
 
 
 def kind_of(number: int) -> str:

@@ -36,8 +36,8 @@ ADVERSE = ("agreement .9 → .1", "base_ms 4 → 12")
 TOKENS = 64
 SETTLED_ROUNDS = 64
 PLOTTED_ROUNDS = 150
-REQUESTS = 6
-CYCLES = 4
+REQUESTS = 5
+CYCLES = 3
 POLL_S = 0.25
 SPANS = ((0, 16), (16, 32), (32, 64))
 
@@ -75,7 +75,7 @@ class _Drift:
         def request(number: int) -> Request:
             return Request(f"drift search {number}", TOKENS, plan.wish)
 
-        return times_of(await steady(self.client, 1, 2 + 3 * turn, request)).mean
+        return times_of(await steady(self.client, 1, 1 + 2 * turn, request)).mean
 
     async def _change(self, values: dict[str, Any]) -> float:
         """Serve is told at once as well; `deploy` waits for it, so it waits in a thread of its own."""
