@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.serve.context import _get_global_client
+from ray.serve.context import _get_global_client, _set_global_client
 from ray.serve.schema import ServeDeploySchema
 
 from cluster.config import AppConfig, EmulatedModel
@@ -98,6 +98,7 @@ def emulated_app(config: AppConfig) -> Iterator[EmulatedApp]:
     if len(emulate) != len(config.models):
         raise ValueError("all models of the config must be emulated")
     os.environ["RAY_SERVE_ENABLE_TASK_EVENTS"] = "1"  # else Ray does not record the calls that `ray_tasks` counts
+    _set_global_client(None)  # of an app before this one: Serve takes its client to be alive
     with ray_runtime(config.name, config.http.host, config.http.port, ROOT):
         app = EmulatedApp(config, emulate)
         app.deploy({})
