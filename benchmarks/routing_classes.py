@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 from benchmarks.client import Answer
@@ -30,6 +31,7 @@ AGREEMENT: dict[str, dict[str, float]] = {
 }
 CONCURRENCY = 3
 TOKENS = 96
+SPANS = ((1, 32), (32, TOKENS))
 SEARCH = (1, 1)
 WARM_UP_PER_STREAM = 12
 TURNS, PER_TURN = 5, 3
@@ -94,6 +96,12 @@ class _Classes:
             self.report.add(f"classes {kind!r}: {of_kind[kind]}", f"{figure}: {ratio:.3f}")
             chosen = Counter("→".join(a.metrics["chain"]) for a in _of_kind(answers["adaptive"], kind))
             self.report.add(f"classes {kind!r}: last chain of adaptive", f"{dict(chosen)}")
+        for first, last in SPANS:
+            spans = {
+                name: fmean(a.ms_per_token_from(first, last) for a in answers[name]) for name in ("adaptive", "oracle")
+            }
+            ratio = spans["adaptive"] / spans["oracle"]
+            self.report.add(f"classes: tokens {first} to {last}, adaptive by best of each class", f"{ratio:.3f}")
         mean = {name: times_of(of_name).mean for name, of_name in answers.items()}
         faster, above = 1.0 - mean["adaptive"] / mean["single"], mean["adaptive"] / mean["oracle"]
         figure = f"{mean['adaptive']:.2f}, {mean['single']:.2f} ms"
