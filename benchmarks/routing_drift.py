@@ -36,8 +36,8 @@ ADVERSE = ("agreement .9 → .1", "base_ms 4 → 12")
 TOKENS = 64
 SETTLED_ROUNDS = 64
 PLOTTED_ROUNDS = 150
-REQUESTS = 5
-CYCLES = 3
+REQUESTS = 6
+CYCLES = 2
 POLL_S = 0.25
 SPANS = ((0, 16), (16, 32), (32, 64))
 
@@ -61,21 +61,21 @@ class _Drift:
     asked: list[Asked] = field(default_factory=list)
 
     async def search(self, hop_ms: float) -> None:
-        """The oracle's best three for the values after each change, tried; the values end as they began."""
+        """The oracle's best two for the values after each change, tried; the values end as they began."""
         for name, values in CHANGES.items():
             await self._change(values)
             names = self.client.names
             found = sorted(
                 best_of_chains(self.client.levels(hop_ms), 16, "shared", 3_000, 0), key=lambda b: b.ms_per_token
             )
-            plans = [StaticPlan(tuple(names[i] for i in best.chain), best.windows) for best in found[:3]]
+            plans = [StaticPlan(tuple(names[i] for i in best.chain), best.windows) for best in found[:2]]
             self.plans[name] = (await halving(plans, self._trial, 2, 1))[0]
 
     async def _trial(self, plan: StaticPlan, turn: int) -> float:
         def request(number: int) -> Request:
             return Request(f"drift search {number}", TOKENS, plan.wish)
 
-        return times_of(await steady(self.client, 1, 1 + 2 * turn, request)).mean
+        return times_of(await steady(self.client, 1, 1 + turn, request)).mean
 
     async def _change(self, values: dict[str, Any]) -> float:
         """Serve is told at once as well; `deploy` waits for it, so it waits in a thread of its own."""
@@ -88,8 +88,9 @@ class _Drift:
         asking = asyncio.create_task(log.ask_on(self.client, "drift plotted", TOKENS, until))
         watching = asyncio.create_task(self._watch(trace, until))
         await log.until_rounds(PLOTTED_ROUNDS)
-        for name, values in CHANGES.items():
-            trace.changes.append((await self._change(values), name))
+        for values in CHANGES.values():
+            now = ", ".join(f"{key} {value:g}" for key, value in values.items())
+            trace.changes.append((await self._change(values), now))
             await log.until_rounds(len(log.rounds) + PLOTTED_ROUNDS)
         until.set()
         await asyncio.gather(asking, watching)
