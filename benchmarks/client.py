@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import httpx
@@ -20,8 +21,14 @@ class Answer:
     @property
     def ms_per_token(self) -> float:
         """(last − first)/(n − 1) for models whose tokens are one character each; a first event of k counts k."""
-        (first_s, num_first), (last_s, _) = self.arrivals[0], self.arrivals[-1]
-        return (last_s - first_s) * 1e3 / (len(self.text) - num_first)
+        return self.ms_per_token_from(1, len(self.text))
+
+    def ms_per_token_from(self, first: int, last: int) -> float:
+        """The same from the event that brought token `first`, counted from 1, to the one that brought `last`."""
+        came = list(zip(accumulate(count for _, count in self.arrivals), self.arrivals, strict=True))
+        num_first, (first_s, _) = next(item for item in came if item[0] >= first)
+        num_last, (last_s, _) = next(item for item in came if item[0] >= last)
+        return (last_s - first_s) * 1e3 / (num_last - num_first)
 
 
 class StreamError(Exception):

@@ -7,29 +7,26 @@ Exit code 1 where a figure falls short of its target. docs/benchmarks.md says ho
 
 import argparse
 import asyncio
-import math
 import os
 import signal
 import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
-
-from benchmarks.client import Answer, StreamError, complete, stream_completion
+from benchmarks.client import Answer, stream_completion
 from benchmarks.emulated_app import EmulatedApp, emulated_app, ray_tasks
+from benchmarks.emulated_client import AUTO, OFF, EmulatedClient, emulated_client, fixed
 from benchmarks.inprocess import running
-from benchmarks.oracle import Best, Level, best_by_length
-from benchmarks.report import Report
+from benchmarks.oracle import best_by_length
+from benchmarks.report import Report, standard_error
 from cluster.config import load_config
 from deployments.backends import build_backend
 from kvstate.protocol import Commit, Message, Sampling, Speculation
-from specrelay.endpoint import endpoint_of
 
 NUM_TOKENS = 320
 WARM_UP_REQUESTS = 8
@@ -40,61 +37,37 @@ RETURN_LIMIT_S = 60.0
 
 @dataclass(slots=True)
 class Bench:
-    app: EmulatedApp
-    client: httpx.AsyncClient
+    client: EmulatedClient
     report: Report
     tokens: int
     repeats: int
 
-    def body(self, prompt: str, tokens: int, speculation: dict[str, Any]) -> dict[str, Any]:
-        model = self.app.config.served_model_id
-        wish = {"include_spec_metrics": True, "speculation": speculation}
-        return {"model": model, "prompt": prompt, "max_tokens": tokens, **wish}
-
-    async def ask(self, prompt: str, tokens: int, speculation: dict[str, Any]) -> Answer:
-        answer = await complete(self.client, self.body(prompt, tokens, speculation))
-        if len(answer.text) != tokens:
-            raise StreamError(f"{len(answer.text)} of {tokens} tokens came")
-        return answer
+    @property
+    def app(self) -> EmulatedApp:
+        return self.client.app
 
     # ---------------------------------------------------------------------------------------------- time per token
 
-    async def hop_ms(self) -> float:
-        """Empty rounds: the target alone, taking 0 ms; what is left per round is the way there and back."""
-        target = self.app.config.target.name
-        base_ms = self.app.emulate[target]["base_ms"]
-        self.app.deploy({target: {"base_ms": 0.0}})
-        answers = [await self.ask(f"hop {i}", self.tokens, {"mode": "off"}) for i in range(self.repeats)]
-        self.app.deploy({target: {"base_ms": base_ms}})
-        return statistics.median(answer.ms_per_token for answer in answers)
-
-    def best(self, hop_ms: float) -> dict[int, Best]:
-        costs = ("base_ms", "agreement", "per_token_ms", "per_sequence_ms")
-        emulate = self.app.emulate.values()
-        levels = [Level(**{key: values[key] for key in costs if key in values}, hop_ms=hop_ms) for values in emulate]
-        return best_by_length(levels, num_tokens=2_000)
-
     async def times(self, title: str, hop_ms: float) -> None:
         """Adaptive first learns from whole requests; then all are measured in turn, so that drift hits all alike."""
-        names = [model.name for model in self.app.config.models]
-        best = self.best(hop_ms)
-        wishes: dict[int, dict[str, Any]] = {0: {"mode": "auto"}}
+        names = self.client.names
+        best = best_by_length(self.client.levels(hop_ms), num_tokens=2_000)
+        wishes = {0: AUTO}
         for length, plan in best.items():
-            chain = [names[i] for i in plan.chain]
-            wishes[length] = {"mode": "fixed", "chain": chain, "windows": list(plan.windows)}
+            wishes[length] = fixed([names[i] for i in plan.chain], plan.windows)
         started_s = time.perf_counter()
         for i in range(WARM_UP_REQUESTS):
-            await self.ask(f"{title} warm-up {i}", self.tokens, {"mode": "auto"})
+            await self.client.ask(f"{title} warm-up {i}", self.tokens, AUTO)
         warm_up_s = time.perf_counter() - started_s
         measured: dict[int, list[float]] = {length: [] for length in wishes}
         adaptive_chain = ""
         for i in range(self.repeats):
             for length, wish in wishes.items():
-                answer = await self.ask(f"{title} {i}", self.tokens, wish)
+                answer = await self.client.ask(f"{title} {i}", self.tokens, wish)
                 measured[length].append(answer.ms_per_token)
                 adaptive_chain = " ".join(answer.metrics.get("chain", [])) if length == 0 else adaptive_chain
         means = {length: statistics.fmean(values) for length, values in measured.items()}
-        spread = {length: _standard_error(values) for length, values in measured.items()}
+        spread = {length: standard_error(values) for length, values in measured.items()}
         for length, plan in best.items():
             name = f"{title}: {'→'.join(wishes[length]['chain'])} {list(plan.windows)}"
             error = means[length] / plan.ms_per_token - 1
@@ -119,7 +92,7 @@ class Bench:
 
     async def counts(self) -> None:
         streams = 8
-        await asyncio.gather(*(self.ask(f"stream {i}", self.tokens, {"mode": "auto"}) for i in range(streams)))
+        await asyncio.gather(*(self.client.ask(f"stream {i}", self.tokens, AUTO) for i in range(streams)))
         stats = await self.app.replicas("stats")
         most = {model: values["most_sequences_in_forward"] for model, values in stats.items()}
         figure = " ".join(f"{model} {count}" for model, count in most.items())
@@ -134,7 +107,7 @@ class Bench:
         """Calls that reached a deployment while one request ran, besides health checks; its rounds."""
         await asyncio.sleep(2.5)  # processes hand in their task events each second
         before = ray_tasks()
-        answer = await self.ask("ray calls", tokens, {"mode": "off"})
+        answer = await self.client.ask("ray calls", tokens, OFF)
         await asyncio.sleep(2.5)
         fresh = ray_tasks() - before
         calls = sum(count for name, count in fresh.items() if "handle_request" in name)
@@ -144,7 +117,7 @@ class Bench:
 
     async def convergence(self) -> None:
         """One stream over the target alone: the three others are off its chain, and get commits all the same."""
-        request = asyncio.create_task(self.ask("lag", self.tokens, {"mode": "off"}))
+        request = asyncio.create_task(self.client.ask("lag", self.tokens, OFF))
         worst_s = await _worst_lag(request, lambda: self.app.call("KVCoordinator", "lags"))
         await request
         figure = f"{worst_s * 1e3:.0f} ms"
@@ -173,12 +146,11 @@ class Bench:
 
     async def coordinator_kill(self) -> None:
         """kill -9 in a stream that outlasts the restart; the text must be what an undisturbed stream gave."""
-        wish = {"mode": "off"}
         pid = await self.app.call("KVCoordinator", "pid")
         prompt = "coordinator kill"
         watcher: asyncio.Task[float] | None = None
         killed_s, answer = 0.0, Answer()
-        async for answer in stream_completion(self.client, self.body(prompt, KILL_TOKENS, wish)):
+        async for answer in stream_completion(self.client.http, self.client.body(prompt, KILL_TOKENS, OFF)):
             if watcher is None and len(answer.text) > 20:
                 killed_s = time.perf_counter()
                 os.kill(pid, signal.SIGKILL)
@@ -189,7 +161,7 @@ class Bench:
         outlasted = killed_s + back_s < ended_s
         figure = f"{back_s:.1f} s; stream went on {ended_s - killed_s:.1f} s"
         self.report.add("coordinator killed → all registered", figure, "stream outlasts", outlasted)
-        undisturbed = await self.ask(prompt, KILL_TOKENS, wish)
+        undisturbed = await self.client.ask(prompt, KILL_TOKENS, OFF)
         same = undisturbed.text == answer.text
         self.report.add("text of that stream equals an undisturbed one", str(same), "True", same)
         await self.convergence()
@@ -223,18 +195,11 @@ async def _worst_lag(until: asyncio.Task[Any], lags: Callable[[], Awaitable[list
     return worst_s
 
 
-def _standard_error(values: Sequence[float]) -> float:
-    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
-
-
 async def measure(app: EmulatedApp, report: Report, tokens: int, repeats: int, parts: list[str]) -> None:
-    config = app.config
-    endpoint = endpoint_of(config.http.host, config.http.port, config.security.api_keys_env)
-    async with httpx.AsyncClient(base_url=endpoint.url, headers=endpoint.headers, timeout=120.0) as client:
-        bench = Bench(app, client, report, tokens, repeats)
-        await bench.ask("first", 20, {"mode": "auto"})
+    async with emulated_client(app) as client:
+        bench = Bench(client, report, tokens, repeats)
         if "times" in parts:
-            hop_ms = await bench.hop_ms()
+            hop_ms = await client.hop_ms(tokens, repeats)
             report.add("hop: an empty round", f"{hop_ms:.2f} ms")
             await bench.times("as configured", hop_ms)
             await bench.swap()

@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.serve.context import _get_global_client
+from ray.serve.context import _get_global_client, _set_global_client
 from ray.serve.schema import ServeDeploySchema
 
 from cluster.config import AppConfig, EmulatedModel
@@ -70,9 +70,25 @@ class EmulatedApp:
         handle = serve.get_deployment_handle(deployment, self.config.name)
         return await asyncio.wait_for(getattr(handle, method).remote(), CALL_S)
 
+    async def change_now(self, model: str, values: Mapping[str, Any]) -> float:
+        """The replica's own `reconfigure`, which `deploy` has Serve call within a second; returns the time.
+
+        `deploy({})` then tells Serve, which would else bring the old values back.
+        """
+        self.emulate[model] = {**self.emulate[model], **values}
+        handle = serve.get_deployment_handle(model, self.config.name)
+        await asyncio.wait_for(handle.reconfigure.remote(self.emulate[model]), CALL_S)
+        return time.perf_counter()
+
     async def replicas(self, method: str) -> dict[str, Any]:
         """Model name → what its replica answers (one replica each)."""
         return {model.name: await self.call(model.name, method) for model in self.config.models}
+
+
+def emulated_config(name: str, emulate: Mapping[str, Mapping[str, Any]], **sections: Any) -> AppConfig:
+    """Of models with these `emulate` values, cheapest first, the target last."""
+    models = [{"name": model, "kind": "emulated", "emulate": values} for model, values in emulate.items()]
+    return AppConfig.model_validate({"name": name, "models": models, **sections})
 
 
 @contextmanager
@@ -82,6 +98,7 @@ def emulated_app(config: AppConfig) -> Iterator[EmulatedApp]:
     if len(emulate) != len(config.models):
         raise ValueError("all models of the config must be emulated")
     os.environ["RAY_SERVE_ENABLE_TASK_EVENTS"] = "1"  # else Ray does not record the calls that `ray_tasks` counts
+    _set_global_client(None)  # of an app before this one: Serve takes its client to be alive
     with ray_runtime(config.name, config.http.host, config.http.port, ROOT):
         app = EmulatedApp(config, emulate)
         app.deploy({})

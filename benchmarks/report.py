@@ -1,5 +1,8 @@
 """The rows that a benchmark prints, and whether one of them missed its target."""
 
+import math
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -15,3 +18,7 @@ class Report:
         self.short |= met is False
         self.rows.append((name, figure, target, verdict))
         print(f"{name:<58} {figure:>30}  {target:<22} {verdict}", flush=True)
+
+
+def standard_error(values: Sequence[float]) -> float:
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0

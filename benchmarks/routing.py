@@ -1,27 +1,39 @@
-"""How close the router's choices are to the best there is: `python -m benchmarks.routing --parts computed`.
+"""How close the router's choices are to the best there is: `python -m benchmarks.routing --parts computed load …`.
 
 computed  random tables, no actors: the planner's predicted time per token beside the oracle's for the same plan, its
           plan beside the best one that the oracle finds, and the time that planning takes.
+load      four emulated levels at several concurrencies, beside the best static plan that a search finds.
+classes   requests of three kinds with opposite best chains, mixed.
+drift     agreement and speed of a level change live in the middle of traffic; `--plot FILE` draws one such run.
+none      speculation does not pay: useless drafters; a full batch of a compute-bound target.
+pairs     the divergence of all pairs of levels, and a pair chosen that never ran.
 cpu       the router's processor time per hop, everybody else being played (benchmarks/router_cpu.py).
 
 Exit code 1 where a figure falls short of its target. docs/benchmarks.md says how each figure is measured.
 """
 
 import argparse
+import asyncio
 import os
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import combinations
+from pathlib import Path
 
 import numpy as np
 
 from benchmarks.oracle import Level, best_of_chains, ms_per_token
 from benchmarks.report import Report
 from benchmarks.router_cpu import router_cpu
+from benchmarks.routing_classes import classes
+from benchmarks.routing_drift import drift
+from benchmarks.routing_load import SETTINGS, load
+from benchmarks.routing_none import none
+from benchmarks.routing_pairs import pairs
 from router.planner import Found, Planner
 from router.snapshot import ModelCost, PairEstimate, TableSnapshot
 
@@ -113,17 +125,56 @@ def computed(report: Report, num_tables: int) -> None:
         report.add(f"planning time, {name}: p50, p99", f"{p50:.2f}, {p99:.2f} ms")
 
 
-PARTS: dict[str, Callable[[Report, int], None]] = {"computed": computed, "cpu": lambda report, _: router_cpu(report)}
+def _computed(report: Report, arguments: argparse.Namespace) -> None:
+    computed(report, arguments.tables)
+
+
+def _load(report: Report, arguments: argparse.Namespace) -> None:
+    asyncio.run(load(report, arguments.concurrency))
+
+
+def _classes(report: Report, _: argparse.Namespace) -> None:
+    asyncio.run(classes(report))
+
+
+def _drift(report: Report, arguments: argparse.Namespace) -> None:
+    asyncio.run(drift(report, arguments.plot))
+
+
+def _none(report: Report, _: argparse.Namespace) -> None:
+    asyncio.run(none(report))
+
+
+def _pairs(report: Report, _: argparse.Namespace) -> None:
+    asyncio.run(pairs(report))
+
+
+def _cpu(report: Report, _: argparse.Namespace) -> None:
+    router_cpu(report)
+
+
+PARTS = {
+    "computed": _computed,
+    "cpu": _cpu,
+    "load": _load,
+    "classes": _classes,
+    "drift": _drift,
+    "none": _none,
+    "pairs": _pairs,
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--parts", nargs="+", choices=sorted(PARTS), default=sorted(PARTS))
     parser.add_argument("--tables", type=int, default=500)
+    parser.add_argument("--concurrency", type=int, nargs="+", choices=sorted(SETTINGS), default=sorted(SETTINGS))
+    parser.add_argument("--plot", type=Path, help="PNG of the run with drift; needs matplotlib")
     arguments = parser.parse_args()
     report = Report()
+    print(f"machine: {len(os.sched_getaffinity(0))} CPUs, load {os.getloadavg()[0]:.1f}")
     for part in arguments.parts:
-        PARTS[part](report, arguments.tables)
+        PARTS[part](report, arguments)
     sys.exit(int(report.short))
 
 
