@@ -59,9 +59,13 @@ def bounds(p: Top, q: Top) -> Bounds:
 
 @dataclass(slots=True)
 class DivergenceEstimate:
-    """Means over positions, the newest counting most; `samples` counts all that were ever observed."""
+    """Means over positions, the newest counting most; `samples` counts all that were ever observed.
+
+    `has_spread`: not all of them were point masses, of which equality tells all.
+    """
 
     samples: int = 0
+    has_spread: bool = False
     _weight: float = 0.0
     _sums: list[float] = field(default_factory=lambda: [0.0] * 4)
 
@@ -72,6 +76,7 @@ class DivergenceEstimate:
             if p and q:
                 found = bounds(p, q)
                 self.samples += 1
+                self.has_spread |= len(p) > 1 or len(q) > 1
                 self._weight = self._weight * fade + 1.0
                 new = (*found.divergence, *found.acceptance)
                 self._sums = [total * fade + value for total, value in zip(self._sums, new, strict=True)]

@@ -1,31 +1,29 @@
 """Which plan a round runs, and what is learned from it: table, planner and probes of one router behind one object.
 
-Plans are made over a snapshot that is at most `max_age_s` old, once per set of holders, not once per round. A request's
-`speculation` and the app's fixed policy come before the planner.
+Plans are made over a snapshot that is at most `max_age_s` old, once for all requests alike, not once per round
+(router/plan_cache.py). A request's `speculation` and the app's fixed policy come before the planner.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kvstate.protocol import Profile, Speculation, Timing, Top
 from router.checks import CheckSeen
 from router.driver import CATCH_UP
-from router.keys import EVERY, Context
+from router.keys import EVERY, Context, Pair
 from router.learned import NOTHING, Learned
 from router.own_rates import Missing, OwnRates, Shifts, shifted
 from router.plan import Plan, split_cascade
+from router.plan_cache import PlanCache
 from router.planner import Found, Planner
-from router.probing import ProbeBudget, ProbePlan, choose_probe
+from router.probing import ENOUGH_SAMPLES, ProbeBudget, ProbePlan, choose_probe
 from router.replicas import Replicas
 from router.sequence import Holder
 from router.snapshot import TableSnapshot
 from router.stats import RouterStats
 from router.table import NO_TOPS, RouterTable
-
-MOST_PRESENT = 1024
-MOST_PLANS = 32
-"""Kept per snapshot; requests that differ in more ways go by the table as it is, without the levels they lack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +98,9 @@ class Planning:
         self._clock = clock
         self._max_age_s = max_age_s
         self._budget = ProbeBudget()
-        self._snapshot: TableSnapshot | None = None
-        self._snapshot_s = 0.0
-        self._by_context: dict[Context, TableSnapshot] = {}
+        self._snapshots: dict[Context, tuple[TableSnapshot, float]] = {}
         self._found: Found = {}
-        self._plans: dict[tuple[object, ...], Plan] = {}
-        self._present: dict[tuple[object, ...], Plan] = {}
+        self._plans = PlanCache(clock)
         self.table = RouterTable(learned)
         self.replicas = Replicas()
         self.records: dict[tuple[str, ...], RunRecord] = {}
@@ -117,12 +112,12 @@ class Planning:
         assert settings.models == self._settings.models, "a router serves the models it was made for"
         self._settings = settings
         self._plans.clear()
-        self._present.clear()
         self._found.clear()
 
     def add_model(self, name: str, profile: Profile) -> None:
         if self.table.add_model(name, self._settings.level_of(name), profile):
-            self._snapshot = None
+            self._snapshots.clear()
+            self._plans.clear()
 
     # ----------------------------------------------------------------------------------------------------- observing
 
@@ -141,7 +136,7 @@ class Planning:
         self._stats.draft_tokens[model] += num_drafted
 
     def checked(self, seen: CheckSeen, own: OwnRates) -> None:
-        snapshot, pair = self._seen_in(own.context), (seen.lower, seen.upper)
+        snapshot, pair = self.snapshot(own.context), (seen.lower, seen.upper)
         own.observe(pair, seen.num_accepted, snapshot.expected(seen), snapshot.pairs[pair].prior_positions)
         if own.is_telling(pair):
             self.table.observe_check(seen, own.context)
@@ -155,7 +150,7 @@ class Planning:
         tops: Mapping[str, Sequence[Top]] = NO_TOPS,
     ) -> None:
         """`samples` of each model at the positions of the `committed` tokens; `tops` there, the target's among them."""
-        snapshot, target = self._seen_in(own.context), self._settings.target
+        snapshot, target = self.snapshot(own.context), self._settings.target
         for model, sampled in samples.items():
             expected, pair = snapshot.draft_goes_on(model, target, 1), snapshot.pairs[model, target]
             for sample, token in zip(sampled, committed, strict=True):
@@ -213,17 +208,21 @@ class Planning:
         models = [name for name in self._settings.models if name in holders]
         probe = choose_probe(
             self._budget,
-            self._seen_in(own.context),
+            self.snapshot(own.context),
             models,
             plan.pairs,
             output_len,
             self._settings.explore,
             own,
+            self._vague_pairs(),
         )
         self._budget.record(probe)
         if probe is not None:
             own.probed_len.update(dict.fromkeys(probe.models, output_len))
         return probe
+
+    def _vague_pairs(self) -> list[Pair]:
+        return [key for key, pair in self.snapshot().pairs.items() if pair.samples < ENOUGH_SAMPLES]
 
     def _is_planned(self, speculation: Speculation) -> bool:
         return speculation.mode == "auto" and self._settings.policy != "fixed"
@@ -232,20 +231,14 @@ class Planning:
     def explore_share(self) -> float:
         return self._budget.probes / max(1, self._budget.rounds)
 
-    def snapshot(self) -> TableSnapshot:
-        """At most `max_age_s` old; plans made over an older one are forgotten."""
+    def snapshot(self, context: Context = EVERY) -> TableSnapshot:
+        """The table as it is for a context, at most `max_age_s` old."""
         now = self._clock()
-        if self._snapshot is None or now - self._snapshot_s > self._max_age_s:
-            self._snapshot, self._snapshot_s = self.table.snapshot(), now
-            self._plans.clear()
-            self._by_context.clear()
-        return self._snapshot
-
-    def _seen_in(self, context: Context) -> TableSnapshot:
-        snapshot = self.snapshot()
-        if context not in self._by_context:
-            self._by_context[context] = snapshot.seen_in(context)
-        return self._by_context[context]
+        snapshot, made_s = self._snapshots.get(context, (None, 0.0))
+        if snapshot is None or now - made_s > self._max_age_s:
+            snapshot = self.table.snapshot(context)
+            self._snapshots[context] = (snapshot, now)
+        return snapshot
 
     def candidates(self) -> list[Plan]:
         """Every chain of the models known so far with its best windows, fastest first."""
@@ -256,21 +249,21 @@ class Planning:
         return Planner(snapshot, self._settings.max_window, self._found).candidates(models)
 
     def _adaptive(self, models: tuple[str, ...], shifts: Shifts, missing: Missing, context: Context) -> Plan:
-        snapshot = self._seen_in(context)
+        """A request unlike all others goes by the plan of its context where there is no time for one of its own."""
         key = (models, shifts, missing, context)
-        if key not in self._plans and len(self._plans) >= MOST_PLANS:
+        if key not in self._plans and not self._plans.has_time:
             lacking = {name for name, _ in missing}
             key = (tuple(name for name in models if name == models[-1] or name not in lacking), (), (), context)
-        if key not in self._plans:
-            seen = shifted(snapshot, key[1], key[2])
-            planner = Planner(seen, self._settings.max_window, self._found)
-            present = self._present.get(key)
-            chosen = planner.with_stop(planner.choose(key[0], present, self._slo_ms_per_token))
-            self.plan_changes += present is not None and present.label != chosen.label
-            if len(self._present) >= MOST_PRESENT:
-                self._present.clear()
-            self._plans[key] = self._present[key] = chosen
-        return self._plans[key]
+        return self._plans.get(key, partial(self._make, *key))
+
+    def _make(
+        self, models: tuple[str, ...], shifts: Shifts, missing: Missing, context: Context, present: Plan | None
+    ) -> Plan:
+        seen = shifted(self.snapshot(context), shifts, missing)
+        planner = Planner(seen, self._settings.max_window, self._found)
+        chosen = planner.with_stop(planner.choose(models, present, self._slo_ms_per_token))
+        self.plan_changes += present is not None and present.label != chosen.label
+        return chosen
 
     @property
     def _slo_ms_per_token(self) -> float | None:
@@ -292,10 +285,10 @@ class Planning:
         tail = tail if tail in models and len(names) > 1 else None
         if given and tail is None:
             return Plan(names, given, 0.0)
-        key = ("fixed", names, given, tail)
-        snapshot = self.snapshot()
-        if key not in self._plans:
-            planner = Planner(snapshot, self._settings.max_window)
+
+        def make(_: Plan | None) -> Plan:
+            planner = Planner(self.snapshot(), self._settings.max_window)
             best = planner.best_tail(names, given, tail) if given and tail else planner.best(names, tail)
-            self._plans[key] = planner.with_stop(best)
-        return self._plans[key]
+            return planner.with_stop(best)
+
+        return self._plans.get(("fixed", names, given, tail), make)

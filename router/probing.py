@@ -1,23 +1,27 @@
 """When to probe and whom: estimates for models and pairs that the running chains do not compare. Pure.
 
 A probe lets models sample at the last committed positions (at most 64), in one forward each; the target's samples there
-are the committed tokens themselves, so the target is never probed. Probes take at most the share `explore` of all
-rounds and of all rounds' time: all of it while some pair has been examined at fewer than 64 positions, or where
-requests differ and it is not known yet how well a drafter suits this one; half of it else (a model that drifted must be
-noticed). One probe is allowed before the share has room for it, so that a pair unknown at the start is not unknown for
-20 rounds; a probe that took long (a model that had not read the prompt) is paid off before the next.
+are the committed tokens themselves, so the target is never probed. All models that stand in a pair hardly known are
+probed at once: then each position tells of all their pairs. Probes take at most the share `explore` of all rounds and
+of all rounds' time: all of it while some pair has been examined at few positions, or where requests differ and it is
+not known yet how well a drafter suits this one; half of it else (a model that drifted must be noticed). One probe is
+allowed before the share has room for it, so that a pair unknown at the start is not unknown for 20 rounds; a probe that
+took long (a model that had not read the prompt) is paid off before the next.
 """
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+from router.keys import Pair
 from router.own_rates import OwnRates
 from router.snapshot import ALL_ALIKE, PairEstimate, TableSnapshot
 
 MOST_POSITIONS = 64
-ENOUGH_SAMPLES = 64
-LEAST_POSITIONS = 16
-"""That a probe must add to those already examined, but for pairs hardly known."""
+FEW_SAMPLES, ENOUGH_SAMPLES = 64, 400
+"""Of a pair in one context, and over all: at fewer examined positions it is hardly known."""
+
+FEWEST_POSITIONS, LEAST_POSITIONS = 8, 16
+"""That a probe must add to those already examined: for pairs hardly known in their context, and for others."""
 
 MOST_ROUNDS = 200.0
 
@@ -58,30 +62,32 @@ def choose_probe(
     budget: ProbeBudget,
     snapshot: TableSnapshot,
     models: Sequence[str],
-    compared: Collection[tuple[str, str]],
+    compared: Collection[Pair],
     num_committed_outputs: int,
     explore: float,
     own: OwnRates,
+    vague_pairs: Collection[Pair] = (),
 ) -> ProbePlan | None:
     """The probe that this round should carry, or None.
 
     `models` are those that hold the sequence, cheapest first, target last; `compared`: pairs that the round compares;
     `num_committed_outputs` counts its output so far (prompt positions are no fair sample of what is generated), `own`
-    what was examined of it.
+    what was examined of it. `vague_pairs`: hardly known over all contexts.
     """
     if not _has_room(budget, explore):
         return None
     pairs = [pair for pair in snapshot.pairs if pair not in compared and set(pair) <= set(models)]
     if explore <= 0.0 or not pairs or num_committed_outputs < 1:
         return None
-    unknown = [pair for pair in pairs if snapshot.pairs[pair].samples < ENOUGH_SAMPLES]
+    unknown = [pair for pair in pairs if snapshot.pairs[pair].samples < FEW_SAMPLES]
+    vague = [pair for pair in pairs if pair in vague_pairs]
     with_target = [(name, models[-1]) for name in models[:-1] if (name, models[-1]) in pairs]
     strange = [pair for pair in with_target if own.positions(pair) < _wanted_positions(snapshot.pairs[pair])]
-    share = explore if unknown or strange else explore / 2.0
-    wanted = _longest_ago(budget, unknown or strange or pairs)
-    probed = tuple(name for name in models[:-1] if name in wanted)
+    share = explore if unknown or vague or strange else explore / 2.0
+    wanted = unknown or vague or [_longest_ago(budget, strange or pairs, models[-1])]
+    probed = tuple(name for name in models[:-1] if any(name in pair for pair in wanted))
     count = min(num_committed_outputs - max(own.probed_len.get(name, 0) for name in probed), MOST_POSITIONS)
-    least = 1 if unknown else LEAST_POSITIONS
+    least = FEWEST_POSITIONS if unknown else LEAST_POSITIONS
     if count < least or not _has_room(budget, share):
         return None
     return ProbePlan(probed, count, snapshot.models[models[-1]].row_share)
@@ -98,6 +104,6 @@ def _wanted_positions(pair: PairEstimate) -> float:
     return pair.prior_positions if pair.prior_positions < ALL_ALIKE else 0.0
 
 
-def _longest_ago(budget: ProbeBudget, pairs: Sequence[tuple[str, str]]) -> tuple[str, str]:
-    """Lower models decide: the upper one of a pair may be the target, which is never probed."""
-    return min(pairs, key=lambda pair: budget.last_probed.get(pair[0], 0))
+def _longest_ago(budget: ProbeBudget, pairs: Sequence[Pair], target: str) -> Pair:
+    """The pair of which one was not probed for longest; the target never is."""
+    return min(pairs, key=lambda pair: min(budget.last_probed.get(name, 0) for name in pair if name != target))

@@ -1,12 +1,12 @@
 """The table at one moment, frozen: what the planner reads."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from router.acceptance import MOST_PRIOR_POSITIONS, PRIOR_ACCEPTANCE
 from router.checks import CheckSeen
 from router.divergence import Bounds
-from router.keys import Context, Pair, Triple
+from router.keys import Pair, Triple
 from router.renewal import Rates
 
 ALL_ALIKE = 100.0
@@ -57,7 +57,8 @@ class ModelCost:
 @dataclass(frozen=True, slots=True)
 class PairEstimate:
     """`acceptance`: share of lower tokens that equal the upper's samples; `divergence` of the distributions, the middle
-    of what is known of it, 1 − agreement on probes where nothing is. `bounds`: of both (router/divergence.py).
+    of what is known of it, 1 − agreement on probes where all are point masses. `bounds`: of both
+    (router/divergence.py).
 
     `goes_on[j]`: of a draft checked at once, the probability that after j accepted tokens one more was drafted and
     accepted; as the last one says further on, and nothing where no draft was checked yet. `prior_positions`: how many
@@ -76,19 +77,11 @@ class PairEstimate:
 
 @dataclass(frozen=True, slots=True)
 class TableSnapshot:
-    """`pairs`: of all requests; `contexts`: where requests of a context were seen, theirs. `association`: see
-    `Association`; a triple that is not in it is taken to be independent.
-    """
+    """`association`: see `Association`; a triple that is not in it is taken to be independent."""
 
     models: Mapping[str, ModelCost]
     pairs: Mapping[Pair, PairEstimate]
     association: Mapping[Triple, float] = field(default_factory=dict)
-    contexts: Mapping[Context, Mapping[Pair, PairEstimate]] = field(default_factory=dict)
-
-    def seen_in(self, context: Context) -> "TableSnapshot":
-        """The table as it is for requests of a context."""
-        known = self.contexts.get(context)
-        return replace(self, pairs={**self.pairs, **known}) if known else self
 
     def acceptance(self, lower: str, upper: str) -> float:
         pair = self.pairs.get((lower, upper))

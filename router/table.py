@@ -23,6 +23,9 @@ NO_TOPS: Mapping[str, Sequence[Top]] = {}
 MOST_COMPARED = 8
 """Positions of a probe whose distributions are compared, per pair: it takes the router's time."""
 
+PROBED_POSITIONS = 32.0
+"""How many probed positions the share of tokens accepted in rounds is worth as a guess of the agreement."""
+
 CONTEXT_POSITIONS = 24.0
 """How many positions of a context the estimate over all requests is worth there."""
 
@@ -59,13 +62,13 @@ class _Pair:
         samples, prior_positions = self.acceptance.samples, self.dispersion.prior_positions
         if of_all is None:
             rate = self.acceptance.rate
-            agreement = self.probed.rate if self.probed.samples else rate
+            agreement = self.probed.rate_from(rate, PROBED_POSITIONS)
             goes_on = tuple(self.drafts.rates(rate))
         else:
             rate = self.acceptance.rate_from(of_all.acceptance, CONTEXT_POSITIONS)
             agreement = self.probed.rate_from(1.0 - of_all.divergence, CONTEXT_POSITIONS)
             goes_on = tuple(self.drafts.rates_from(of_all.goes_on or (rate,), CONTEXT_POSITIONS))
-        bounds = self.distributions.bounds
+        bounds = self.distributions.bounds if self.distributions.has_spread else None
         divergence = 1.0 - agreement if bounds is None else bounds.divergence.middle
         return PairEstimate(lower, upper, rate, divergence, samples, goes_on, prior_positions, bounds)
 
@@ -231,15 +234,19 @@ class RouterTable:
     def remove_replica(self, model: str, replica_id: str) -> None:
         self._models[model].hops_ms.pop(replica_id, None)
 
-    def snapshot(self) -> TableSnapshot:
+    @property
+    def contexts(self) -> list[Context]:
+        """Of which requests were seen, that of all first."""
+        return [EVERY, *sorted(self._contexts)]
+
+    def snapshot(self, context: Context = EVERY) -> TableSnapshot:
+        """As it is for requests of a context; where it was never seen, or a pair in it, as for all."""
         models = {name: self._models[name].cost(name) for name in self.models}
         pairs = {key: pair.estimate(*key) for key, pair in self._pairs.items()}
+        for key, pair in self._contexts.get(context, {}).items():
+            pairs[key] = pair.estimate(*key, pairs[key])
         association = {triple: association.strength for triple, association in self._triples.items()}
-        contexts = {
-            context: {key: pair.estimate(*key, pairs[key]) for key, pair in entries.items()}
-            for context, entries in self._contexts.items()
-        }
-        return TableSnapshot(models, pairs, association, contexts)
+        return TableSnapshot(models, pairs, association)
 
 
 def _hop_ms(timing: Timing, round_trip_s: float) -> float:

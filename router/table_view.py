@@ -6,12 +6,13 @@ from kvstate.protocol import Member, Speculation
 from router.keys import EVERY, Context, Pair
 from router.plan import Plan
 from router.planning import Planning
-from router.snapshot import ModelCost, PairEstimate, TableSnapshot
+from router.snapshot import ModelCost, PairEstimate
+from router.table import RouterTable
 
 
 def explain(planning: Planning, members: Sequence[Member], can_serve: bool) -> dict[str, object]:
     """The plan in use for requests without a wish of their own, models with their replicas, pairs and candidates."""
-    rows = as_rows(planning.snapshot())
+    rows = as_rows(planning.table)
     for row in rows["models"]:
         row["replicas"] = [_replica_row(member, planning) for member in members if member.info.model == row["name"]]
     plan = planning.plan(planning.table.models, Speculation()) if can_serve else Plan((), (), 0.0)
@@ -50,11 +51,12 @@ def _replica_row(member: Member, planning: Planning) -> dict[str, object]:
     }
 
 
-def as_rows(snapshot: TableSnapshot) -> dict[str, list[dict[str, object]]]:
+def as_rows(table: RouterTable) -> dict[str, list[dict[str, object]]]:
     """`models` and `pairs` of GET /router/table; replicas are added by who knows the membership."""
-    models = [_model_row(model) for model in snapshot.models.values()]
-    contexts = [(EVERY, snapshot.pairs), *sorted(snapshot.contexts.items())]
-    return {"models": models, "pairs": [row for each in contexts for row in _pair_rows(*each)]}
+    snapshots = {context: table.snapshot(context) for context in table.contexts}
+    models = [_model_row(model) for model in snapshots[EVERY].models.values()]
+    pairs = [row for context, seen in snapshots.items() for row in _pair_rows(context, seen.pairs)]
+    return {"models": models, "pairs": [row for row in pairs if row["class"] == EVERY[0] or row["samples"]]}
 
 
 def _model_row(model: ModelCost) -> dict[str, object]:

@@ -33,7 +33,7 @@ def test_a_restarted_table_predicts_what_the_old_one_did() -> None:
     assert after.pairs.keys() == before.pairs.keys()
     for pair in before.pairs:
         assert after.acceptance(*pair) == pytest.approx(before.acceptance(*pair), abs=0.02)
-    seen_before, seen_after = before.seen_in(CODE), after.seen_in(CODE)
+    seen_before, seen_after = old.snapshot(CODE), new.snapshot(CODE)
     assert seen_after.draft_goes_on("a", "b", 4) == pytest.approx(seen_before.draft_goes_on("a", "b", 4), abs=0.1)
     assert seen_after.pairs["a", "b"].prior_positions == seen_before.pairs["a", "b"].prior_positions
     assert after.association == pytest.approx(before.association, abs=0.2)

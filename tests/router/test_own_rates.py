@@ -83,15 +83,6 @@ def test_a_request_whose_drafts_fail_stops_drafting_while_others_go_on() -> None
     assert planning.plan(models, Speculation(), bad.own.shifts).chain == ("target",)
 
 
-def test_plans_are_bounded_however_requests_differ() -> None:
-    planning = Planning(RouterSettings(("drafter", "target")), lambda: 0.0, RouterStats())
-    for name in ("drafter", "target"):
-        planning.add_model(name, Profile(1.0))
-    for i in range(100):
-        planning.plan(("drafter", "target"), Speculation(), ((PAIR, 0.01 * i),))
-    assert len(planning._plans) <= 33
-
-
 @pytest.mark.parametrize(("spread", "least", "most"), [(0.0, 80.0, 200.0), (0.3, 4.0, 12.0)])
 def test_a_request_is_believed_as_far_as_requests_differ(spread: float, least: float, most: float) -> None:
     rng, dispersion = random.Random(5), Dispersion()

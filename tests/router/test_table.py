@@ -141,6 +141,7 @@ def test_probes_teach_pairs_that_never_ran_together() -> None:
     assert pairs["a", "b"].acceptance == pytest.approx(2 / 3, abs=0.02)
     assert pairs["a", "c"].acceptance == pytest.approx(2 / 3, abs=0.02)
     assert pairs["b", "c"].divergence == pytest.approx(0.5, abs=0.02)
+    assert pairs["a", "b"].divergence == pytest.approx(1 / 3, abs=0.02)
     assert pairs["a", "c"].samples == 150  # where the n-gram had no guess there was no trial
     assert pairs["b", "c"].samples == 200
 
@@ -202,7 +203,7 @@ def test_a_model_profiled_again_keeps_what_was_learned() -> None:
 
 
 def test_rows_have_the_contract_s_fields() -> None:
-    rows = as_rows(table_of("a", "b").snapshot())
+    rows = as_rows(table_of("a", "b"))
     assert set(rows["models"][0]) == {"name", "level", "base_ms", "per_token_ms", "per_sequence_ms", "queue"}
     contract = {"lower", "upper", "class", "regime", "divergence", "acceptance", "samples"}
     assert set(rows["pairs"][0]) == contract | {"divergence_bounds", "predicted_acceptance"}
@@ -216,7 +217,7 @@ def test_divergence_is_that_of_the_distributions_where_they_are_stated() -> None
     assert table.snapshot().pairs["a", "b"].divergence == pytest.approx(0.5)
     tops: dict[str, list[Top]] = {"a": [((1, 0.7), (2, 0.3))] * 8, "b": [((1, 1.0),)] * 7 + [()]}
     table.observe_probe(samples, ("short code", "greedy"), tops)
-    for pairs in (table.snapshot().pairs, table.snapshot().contexts["short code", "greedy"]):
+    for pairs in (table.snapshot().pairs, table.snapshot(("short code", "greedy")).pairs):
         assert pairs["a", "b"].divergence == pytest.approx(0.3)
         bounds = pairs["a", "b"].bounds
         assert bounds is not None
@@ -237,6 +238,26 @@ def test_probes_start_at_once_prefer_unknown_pairs_and_stay_within_their_share()
             table.observe_probe({**{name: [1] * 64 for name in probe.models}, "c": [1] * 64})
     assert 20 <= len(taken) <= 50
     assert table.snapshot().pairs["a", "c"].samples >= 64
+
+
+def test_models_hardly_known_are_probed_together_and_then_the_one_not_seen_for_longest() -> None:
+    table, budget = table_of("a", "b", "c", "d"), ProbeBudget()
+    models, vague = ("a", "b", "c", "d"), [("a", "b"), ("b", "d")]
+
+    def probed(vague_pairs: list[tuple[str, str]]) -> tuple[str, ...]:
+        budget.rounds, budget.rounds_s = budget.rounds + 100.0, 100.0
+        probe = choose_probe(budget, table.snapshot(), models, [("c", "d")], 100, 0.05, OwnRates(), vague_pairs)
+        assert probe is not None
+        budget.record(probe)
+        return probe.models
+
+    assert probed(vague) == ("a", "b", "c")  # nothing is known of any pair in this context
+    table.observe_probe({name: [1] * 64 for name in models})
+    for _ in range(40):
+        for name in ("a", "b"):
+            table.observe_request((name, "d"), 50, 40)  # requests are alike
+    assert probed(vague) == ("a", "b")
+    assert len({probed([]) for _ in range(6)}) > 1
 
 
 @pytest.mark.parametrize("wish", [Speculation("off"), Speculation("fixed", ("b",))])
@@ -313,10 +334,9 @@ def test_contexts_are_told_apart_and_little_seen_ones_go_by_all() -> None:
             accepted = int(rng.random() < acceptance)
             table.observe_check(CheckSeen("a", "b", 1, accepted, 1), (request_class, "greedy"))
     table.observe_check(CheckSeen("a", "b", 1, 1, 1), ("long prose", "greedy"))
-    snapshot = table.snapshot()
     for request_class, expected in (("short code", 0.9), ("short prose", 0.2), ("long prose", 0.55), ("new", 0.55)):
-        seen = snapshot.seen_in((request_class, "greedy"))
+        seen = table.snapshot((request_class, "greedy"))
         assert seen.acceptance("a", "b") == pytest.approx(expected, abs=0.06), request_class
         assert seen.draft_goes_on("a", "b", 1) == pytest.approx([expected], abs=0.08), request_class
-    classes = {row["class"] for row in as_rows(snapshot)["pairs"]}
+    classes = {row["class"] for row in as_rows(table)["pairs"]}
     assert classes == {"all", "short code", "short prose", "long prose"}
