@@ -52,7 +52,7 @@ class Prediction:
         assert len(windows) == len(chain) - 1, "a chain of n levels has n − 1 windows"
         if len(chain) == 1:
             cost = self._snapshot.models[chain[0]]
-            return cost.batch_ms(1.0) + cost.call_ms
+            return cost.call_ms(1.0)
         production = self._production(chain, windows, plan.tail)
         return production.time_ms / production.mean_tokens + self._join_ms(plan)
 
@@ -117,7 +117,7 @@ class Prediction:
         goes_on = self._snapshot.draft_goes_on(drafter, checker, window)
         continues = [max(pair) for pair in zip(self._snapshot.draft_continues(drafter, window), goes_on, strict=True)]
         reached = list(accumulate(continues, mul, initial=1.0))
-        return _Draft(goes_on, continues, reached, sum(reached[:-1]) * cost.batch_ms(1.0) + cost.call_ms)
+        return _Draft(goes_on, continues, reached, cost.call_ms(1.0) + sum(reached[1:-1]) * cost.batch_ms(1.0))
 
     def _with_tail(self, head: _Draft, chain: Chain, tail: Tail) -> _Draft:
         """Both drafters compute what the other drafted as well, where it was accepted."""
@@ -155,7 +155,7 @@ class Prediction:
         if chain not in self._costs:
             checker = self._snapshot.models[chain[-1]]
             catch_up_ms = sum(self._snapshot.models[name].row_ms for name in chain[:-1])
-            self._costs[chain] = _CheckCost(checker.batch_ms(1.0) + checker.call_ms, checker.row_ms, catch_up_ms)
+            self._costs[chain] = _CheckCost(checker.call_ms(1.0), checker.row_ms, catch_up_ms)
         return self._costs[chain]
 
     def _share_ms(self, model: str, batches: float, rows: float) -> float:

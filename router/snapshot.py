@@ -15,8 +15,9 @@ ALL_ALIKE = 100.0
 
 @dataclass(frozen=True, slots=True)
 class ModelCost:
-    """One model now. A call waits `queue_ms`, takes one `hop_ms`, and its batches carry `sharing` sequences in the
-    mean. `join_ms`: where the model must first compute what it missed of a sequence, that, per token to come.
+    """One model now. A call waits `queue_ms`, which is `queue_batches` of its batches, and takes one `hop_ms`; its
+    batches carry `sharing` sequences in the mean. `join_ms`: where the model must first compute what it missed of a
+    sequence, that, per token to come.
 
     `draft_continues[j]` is the probability that a draft of j tokens goes on for one more: below 1 where a model may
     have no guess, as the last one says for longer drafts, 1 where nothing is known.
@@ -29,6 +30,7 @@ class ModelCost:
     per_sequence_ms: float = 0.0
     hop_ms: float = 0.0
     queue_ms: float = 0.0
+    queue_batches: float = 0.0
     sharing: float = 1.0
     draft_continues: tuple[float, ...] = ()
     samples: int = 0
@@ -38,20 +40,21 @@ class ModelCost:
         """A batch with `rows` rows of this sequence, the others that share it bringing as many each."""
         return self.base_ms + (self.per_token_ms * rows + self.per_sequence_ms) * self.sharing
 
+    def call_ms(self, rows: float) -> float:
+        """One batch, the way there and back, and the wait for batches of others before it, which take as long."""
+        return self.hop_ms + self.batch_ms(rows) * (1.0 + self.queue_batches)
+
     @property
     def row_ms(self) -> float:
-        """What one more row of this sequence adds to a batch, the others that share it bringing one more each."""
-        return self.per_token_ms * self.sharing
+        """What one more row of this sequence adds to a call, the others that share its batches, or are waited for,
+        bringing one more each.
+        """
+        return self.per_token_ms * self.sharing * (1.0 + self.queue_batches)
 
     @property
     def row_share(self) -> float:
         """Of a whole call with one row."""
-        return self.row_ms / max(1e-9, self.batch_ms(1.0) + self.call_ms)
-
-    @property
-    def call_ms(self) -> float:
-        """What a call costs besides its batches."""
-        return self.hop_ms + self.queue_ms
+        return self.row_ms / max(1e-9, self.call_ms(1.0))
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,8 +36,13 @@ class _Model:
     fit: LatencyFit
     hops_ms: dict[str, Ewma] = field(default_factory=dict)
     queue_ms: Ewma = field(default_factory=Ewma)
+    batch_ms: Ewma = field(default_factory=Ewma)
     sharing: Ewma = field(default_factory=lambda: Ewma(value=1.0))
     drafts: PositionRates = field(default_factory=PositionRates)
+
+    @property
+    def queue_batches(self) -> float:
+        return self.queue_ms.value / max(1e-3, self.batch_ms.value)
 
     def cost(self, name: str) -> ModelCost:
         base_ms, per_token_ms, per_sequence_ms = self.fit.coefficients
@@ -45,7 +50,7 @@ class _Model:
         continues = tuple(self.drafts.rates(1.0))
         return ModelCost(
             name, self.level, base_ms, per_token_ms, per_sequence_ms, hop_ms,
-            self.queue_ms.value, self.sharing.value, continues, self.fit.count,
+            self.queue_ms.value, self.queue_batches, self.sharing.value, continues, self.fit.count,
         )  # fmt: skip
 
 
@@ -155,6 +160,7 @@ class RouterTable:
         entry.fit.observe(timing)
         entry.sharing.add(timing.sequences / timing.batches)
         entry.queue_ms.add(timing.queue_s * 1e3)
+        entry.batch_ms.add(timing.busy_s * 1e3 / timing.batches)
         hop = entry.hops_ms.setdefault(replica_id, Ewma())
         hop_ms = _hop_ms(timing, round_trip_s)
         hop.add(hop_ms if hop.count < 5 else min(hop_ms, 3.0 * hop.value + 0.5))

@@ -240,3 +240,14 @@ def test_planning_time_is_printed() -> None:
             took_ms.append((time.perf_counter() - started) * 1e3)
             assert found.chain[-1] == NAMES[num_levels - 1]
         print(f"{num_levels} levels: planning {statistics.median(took_ms):.1f} ms, at most {max(took_ms):.1f} ms")
+
+
+def test_those_who_are_waited_for_bring_as_many_rows() -> None:
+    """Two groups of 32 take turns at a target whose rows all cost: a draft looks cheap only where the others' do not
+    count.
+    """
+    snapshot = snapshot_of([Level(2.0, 0.6), Level(20.0, 1.0, per_token_ms=6.0)])
+    target = replace(snapshot.models["b"], sharing=32.0, queue_ms=212.0, queue_batches=1.0)
+    planned = fastest(replace(snapshot, models={**snapshot.models, "b": target}), NAMES[:2], max_window=16)
+    assert planned.chain == ("b",)
+    assert planned.predicted_ms_per_token == pytest.approx(424.0)
