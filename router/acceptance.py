@@ -27,6 +27,9 @@ _ASSOCIATION_POSITIONS = 32.0
 _LEAST_POSITIONS, _MOST_POSITIONS = 8, 60
 _MOST_DISPERSION = 20.0
 _LEAST_PRIOR_POSITIONS, MOST_PRIOR_POSITIONS = 4.0, 200.0
+_SURELY_ALIKE = 0.4
+"""Of the least log ratio: below it the rough one need not be computed exactly."""
+
 _LEAST_LOG_RATIO = 7.5
 """A lower one raises false alarms, which cost accuracy until as much is learned again."""
 
@@ -106,16 +109,28 @@ class Acceptance:
         """Split memory where the two parts differ most; keep only the newer one if they differ enough."""
         newer_successes = newer_trials = num_newer = 0
         best_ratio, best_split, next_tested = _LEAST_LOG_RATIO * self.dispersion, (0, 0, 0), 8.0
+        worth_computing = _SURELY_ALIKE * best_ratio
         for successes, trials in reversed(self._recent):
             newer_successes, newer_trials, num_newer = newer_successes + successes, newer_trials + trials, num_newer + 1
             if newer_trials < next_tested:
                 continue
             next_tested = 1.5 * newer_trials
-            ratio = self._log_ratio(newer_successes, newer_trials)
-            if ratio > best_ratio:
-                best_ratio, best_split = ratio, (newer_successes, newer_trials, num_newer)
+            if self._half_square(newer_successes, newer_trials) > worth_computing:
+                ratio = self._log_ratio(newer_successes, newer_trials)
+                if ratio > best_ratio:
+                    best_ratio, best_split = ratio, (newer_successes, newer_trials, num_newer)
         if best_split[2]:
             self._keep_newest(*best_split)
+
+    def _half_square(self, successes: int, trials: int) -> float:
+        """Half the squared difference of the two rates in standard errors: the log ratio, roughly, for little."""
+        total_successes, total_trials = self._all.successes, self._all.trials
+        older_trials = total_trials - trials
+        variance = total_successes * (total_trials - total_successes)  # of a rate, times the square of the trials
+        if older_trials < 8.0 or variance <= 0.0:
+            return 0.0
+        apart = successes * total_trials - total_successes * trials
+        return 0.5 * apart * apart * total_trials / (trials * older_trials * variance)
 
     def _log_ratio(self, successes: int, trials: int) -> float:
         """How much better two rates explain the memory than one, as the logarithm of the likelihood ratio."""
@@ -259,4 +274,5 @@ class Dispersion:
 def _log_likelihood(successes: float, trials: float) -> float:
     """Of the trials at their own rate."""
     failures = trials - successes
-    return sum(count * math.log(count / trials) for count in (successes, failures) if count > 0.0)
+    of_successes = successes * math.log(successes / trials) if successes > 0.0 else 0.0
+    return of_successes + (failures * math.log(failures / trials) if failures > 0.0 else 0.0)
