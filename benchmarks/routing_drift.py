@@ -6,9 +6,9 @@ values; nothing else runs meanwhile.
 """
 
 import asyncio
-import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 from benchmarks.emulated_app import emulated_app, emulated_config
@@ -36,7 +36,7 @@ ADVERSE = ("agreement .9 → .1", "base_ms 4 → 12")
 TOKENS = 64
 SETTLED_ROUNDS = 64
 PLOTTED_ROUNDS = 150
-REQUESTS = 6
+REQUESTS = 5
 CYCLES = 2
 POLL_S = 0.25
 SPANS = ((0, 16), (16, 32), (32, 64))
@@ -85,15 +85,15 @@ class _Drift:
 
     async def plotted_cycle(self) -> Trace:
         log, until, trace = RoundLog(), asyncio.Event(), Trace()
-        asking = asyncio.create_task(log.ask_on(self.client, "drift plotted", TOKENS, until))
-        watching = asyncio.create_task(self._watch(trace, until))
-        await log.until_rounds(PLOTTED_ROUNDS)
-        for values in CHANGES.values():
-            now = ", ".join(f"{key} {value:g}" for key, value in values.items())
-            trace.changes.append((await self._change(values), now))
-            await log.until_rounds(len(log.rounds) + PLOTTED_ROUNDS)
-        until.set()
-        await asyncio.gather(asking, watching)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(log.ask_on(self.client, "drift plotted", TOKENS, until))
+            group.create_task(self._watch(trace, until))
+            await log.until_rounds(PLOTTED_ROUNDS)
+            for values in CHANGES.values():
+                now = ", ".join(f"{key} {value:g}" for key, value in values.items())
+                trace.changes.append((await self._change(values), now))
+                await log.until_rounds(len(log.rounds) + PLOTTED_ROUNDS)
+            until.set()
         trace.rounds = log.rounds
         self.asked += log.requests
         return trace
@@ -106,38 +106,39 @@ class _Drift:
     async def cycle(self, number: int) -> None:
         for name, values in CHANGES.items():
             log, until = RoundLog(), asyncio.Event()
-            asking = asyncio.create_task(log.ask_on(self.client, f"drift {number} {name}", TOKENS, until))
-            await log.until_rounds(SETTLED_ROUNDS // 2)
-            before = len(log.rounds)
-            changed_s = await self._change(values)
-            fresh = next((i for i, r in enumerate(log.rounds) if r.end_s > changed_s), before)
-            late = await log.until_requests(fresh + SETTLED_ROUNDS, REQUESTS)
-            until.set()
-            await asking
+            async with asyncio.TaskGroup() as group:
+                group.create_task(log.ask_on(self.client, f"drift {number} {name}", TOKENS, until))
+                await log.until_rounds(SETTLED_ROUNDS // 2)
+                before = len(log.rounds)
+                changed_s = await self._change(values)
+                fresh = next((i for i, r in enumerate(log.rounds) if r.end_s > changed_s), before)
+                late = await log.until_requests(fresh + SETTLED_ROUNDS, REQUESTS)
+                until.set()
             self.asked += log.requests
             seen = self.seen[name]
             for first, last in SPANS:
                 seen.spans[first, last].append(ms_per_token(log.rounds[fresh + first : fresh + last]))
-            seen.adaptive += [request.answer.ms_per_token for request in late]
-            for request in late:
-                answer = await self.client.ask(request.prompt, TOKENS, self.plans[name].wish)
-                seen.best.append(answer.ms_per_token)
+            adaptive = [request.answer.ms_per_token for request in late]
+            best = [(await self.client.ask(r.prompt, TOKENS, self.plans[name].wish)).ms_per_token for r in late]
+            seen.adaptive += adaptive
+            seen.best += best
             self.off.append((await self.client.ask(late[0].prompt, TOKENS, OFF)).ms_per_token)
+            ratio, chain = fmean(adaptive) / fmean(best), "→".join(late[-1].answer.metrics["chain"])
+            print(f"  cycle {number}, {name}: {ratio:.3f}, last by {chain}", flush=True)
 
     def tell(self) -> None:
         for name, seen in self.seen.items():
-            best = statistics.fmean(seen.best)
+            best = fmean(seen.best)
             spans = ", ".join(
-                f"{statistics.fmean(values) / best:.2f}× in {first + 1}–{last}"
-                for (first, last), values in seen.spans.items()
+                f"{fmean(values) / best:.2f}× in {first + 1}–{last}" for (first, last), values in seen.spans.items()
             )
             self.report.add(f"drift {name}: rounds after it", spans)
-            ratio = statistics.fmean(seen.adaptive) / best
+            ratio = fmean(seen.adaptive) / best
             met = ratio <= 1.07 if name in ADVERSE else None
-            figure = f"{statistics.fmean(seen.adaptive):.2f}, {best:.2f} ms"
+            figure = f"{fmean(seen.adaptive):.2f}, {best:.2f} ms"
             title = f"drift {name}: adaptive, then {self.plans[name]}"
             self.report.add(title, figure, f"≤ 1.07×: {ratio:.3f}" if met is not None else f"{ratio:.3f}", met)
-        p99, off = quantile([r.answer.ms_per_token for r in self.asked], 0.99), statistics.median(self.off)
+        p99, off = quantile([r.answer.ms_per_token for r in self.asked], 0.99), median(self.off)
         self.report.add(
             f"drift: p99 of {len(self.asked)} requests of {TOKENS} tokens; target only",
             f"{p99:.2f}, {off:.2f} ms",
