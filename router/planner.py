@@ -13,7 +13,7 @@ from itertools import combinations, pairwise
 
 from router.plan import Chain, Plan, Tail, Windows
 from router.prediction import Prediction
-from router.snapshot import TableSnapshot
+from router.snapshot import MOST_EVEN_LEVELS, TableSnapshot
 
 LEAST_GAIN, LEAST_CHANGE = 0.005, 0.02
 
@@ -38,14 +38,18 @@ class Planner:
     def __init__(self, snapshot: TableSnapshot, max_window: int, found: Found | None = None) -> None:
         assert max_window >= 1, "a window holds at least one token"
         self._snapshot = snapshot
-        self._prediction = Prediction(snapshot)
+        self._even, self._uneven = Prediction(snapshot), Prediction(snapshot.uneven())
         self._max_window = max_window
         self._found: Found = {} if found is None else found
         self._best: dict[Shape, Plan] = {}
 
     def predict(self, chain: Sequence[str], windows: Sequence[int], tail: Tail | None = None) -> float:
         """Mean time per committed token in ms."""
-        return self._prediction.ms_per_token(Plan(tuple(chain), tuple(windows), 0.0, tail=tail))
+        plan = Plan(tuple(chain), tuple(windows), 0.0, tail=tail)
+        return self._prediction(plan).ms_per_token(plan)
+
+    def _prediction(self, plan: Plan) -> Prediction:
+        return self._even if len(plan.chain) <= MOST_EVEN_LEVELS else self._uneven
 
     def best(self, chain: Sequence[str], tail: str | None = None) -> Plan:
         """The best windows of one chain."""
@@ -97,7 +101,7 @@ class Planner:
         """
         time_ms = plan.predicted_ms_per_token
         is_missed = slo_ms_per_token is not None and time_ms > slo_ms_per_token
-        cost = time_ms if slo_ms_per_token is None or is_missed else self._prediction.busy_ms(plan)
+        cost = time_ms if slo_ms_per_token is None or is_missed else self._prediction(plan).busy_ms(plan)
         return is_missed, cost * (1.0 + LEAST_GAIN) ** len(plan.drafters)
 
     def candidates(self, models: Sequence[str]) -> list[Plan]:
@@ -163,12 +167,12 @@ class Planner:
         """The best last window, where it does not count as climbed, and the prediction."""
         if len(plan.chain) == 2:
             return self._with_prediction(plan)
-        times = self._prediction.by_last_window(plan, self._max_window)
+        times = self._prediction(plan).by_last_window(plan, self._max_window)
         least = min(range(len(times)), key=times.__getitem__)
         return replace(plan, windows=(*plan.windows[:-1], least + 1), predicted_ms_per_token=times[least])
 
     def _with_prediction(self, plan: Plan) -> Plan:
-        return replace(plan, predicted_ms_per_token=self._prediction.ms_per_token(plan))
+        return replace(plan, predicted_ms_per_token=self._prediction(plan).ms_per_token(plan))
 
 
 def _climbed(plan: Plan) -> tuple[int, ...]:
@@ -178,4 +182,4 @@ def _climbed(plan: Plan) -> tuple[int, ...]:
 
 def predict(snapshot: TableSnapshot, plan: Plan) -> float:
     """Mean time per committed token in ms."""
-    return Prediction(snapshot).ms_per_token(plan)
+    return Planner(snapshot, max(plan.windows, default=1)).predict(plan.chain, plan.windows, plan.tail)

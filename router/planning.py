@@ -65,15 +65,16 @@ class RunRecord:
         return self.seconds * 1e3 / self.tokens if self.tokens else None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestObserver:
-    """The driver's `Observer` of one request, with its own rates."""
+    """The driver's `Observer` of one request, with its own rates; `num_levels` of the present round's chain."""
 
     planning: "Planning"
     own: OwnRates
+    num_levels: int = 1
 
     def timing(self, holder: Holder, kind: str, timing: Timing, round_trip_s: float) -> None:
-        self.planning.timing(holder, kind, timing, round_trip_s)
+        self.planning.timing(holder, kind, timing, round_trip_s, self.num_levels)
 
     def drafted(self, model: str, num_asked: int, num_drafted: int) -> None:
         self.planning.drafted(model, num_asked, num_drafted, self.own)
@@ -121,13 +122,13 @@ class Planning:
 
     # ----------------------------------------------------------------------------------------------------- observing
 
-    def timing(self, holder: Holder, kind: str, timing: Timing, round_trip_s: float) -> None:
+    def timing(self, holder: Holder, kind: str, timing: Timing, round_trip_s: float, num_levels: int = 1) -> None:
         """What a round's steps cost is learned from steps like them: a prefill's rows and queue are not."""
         if kind == "probe":
             self.table.observe_probe_timing(holder.model, holder.replica_id, timing, round_trip_s)
         elif kind != CATCH_UP:
             self.replicas.observe(holder.replica_id, timing.busy_s * 1e3, self.table.expected_ms(holder.model, timing))
-            self.table.observe_timing(holder.model, holder.replica_id, timing, round_trip_s)
+            self.table.observe_timing(holder.model, holder.replica_id, timing, round_trip_s, num_levels)
         self._stats.add_step(holder.model, kind, timing)
 
     def drafted(self, model: str, num_asked: int, num_drafted: int, own: OwnRates) -> None:

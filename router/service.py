@@ -322,22 +322,23 @@ class RouterCore:
 
     async def _generate(self, request: Request, sequence: RunningSequence) -> None:
         limits = Limits(request.message.max_tokens, frozenset(request.message.stop_ids))
+        observer = RequestObserver(self.planning, request.own)
         driver = RoundDriver(
             sequence,
             limits,
             self._calls,
             self._outbound,
-            RequestObserver(self.planning, request.own),
+            observer,
             clock=self._clock,
             counts=request.counts,
         )
         try:
-            await self._rounds(request, driver)
+            await self._rounds(request, driver, observer)
         finally:
             for probe in request.probes:
                 probe.cancel()
 
-    async def _rounds(self, request: Request, driver: RoundDriver) -> None:
+    async def _rounds(self, request: Request, driver: RoundDriver, observer: RequestObserver) -> None:
         sequence = driver.sequence
         plan = self._plan(request, sequence, ())
         commit = await driver.prefill(self._settings.target, plan.drafters)
@@ -346,6 +347,7 @@ class RouterCore:
         self._deliver(request, sequence, commit)
         while commit.finish_reason is None:
             plan = self._plan(request, sequence, self._missing(sequence))
+            observer.num_levels = len(plan.chain)
             self._start_probe(request, driver, plan)
             started_s = self._clock()
             commit = await driver.round(plan)
@@ -361,7 +363,7 @@ class RouterCore:
 
     def _plan(self, request: Request, sequence: RunningSequence, missing: Missing) -> Plan:
         own = request.own
-        self.planning.is_overloaded = self._is_overloaded
+        self.planning.is_overloaded, self.planning.table.num_open = self._is_overloaded, len(self._requests)
         speculation = request.message.speculation
         plan = self.planning.plan(tuple(sequence.holders), speculation, own.shifts, missing, own.context)
         request.chain = plan.label

@@ -1,13 +1,16 @@
 """The table at one moment, frozen: what the planner reads."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from router.acceptance import MOST_PRIOR_POSITIONS, PRIOR_ACCEPTANCE
 from router.checks import CheckSeen
 from router.divergence import Bounds
 from router.keys import Pair, Triple
 from router.renewal import Rates
+
+MOST_EVEN_LEVELS = 2
+"""Of a chain whose requests keep step with one another."""
 
 ALL_ALIKE = 100.0
 """`prior_positions` from which on requests are taken to be all alike."""
@@ -17,7 +20,7 @@ ALL_ALIKE = 100.0
 class ModelCost:
     """One model now. A call waits `queue_ms`, which is `queue_batches` of its batches, and takes one `hop_ms`; its
     batches carry `sharing` sequences in the mean. `join_ms`: where the model must first compute what it missed of a
-    sequence, that, per token to come.
+    sequence, that, per token to come. `uneven_queue_batches`: see `TableSnapshot.uneven`.
 
     `draft_continues[j]` is the probability that a draft of j tokens goes on for one more: below 1 where a model may
     have no guess, as the last one says for longer drafts, 1 where nothing is known.
@@ -31,6 +34,7 @@ class ModelCost:
     hop_ms: float = 0.0
     queue_ms: float = 0.0
     queue_batches: float = 0.0
+    uneven_queue_batches: float = 0.0
     sharing: float = 1.0
     draft_continues: tuple[float, ...] = ()
     samples: int = 0
@@ -85,6 +89,15 @@ class TableSnapshot:
     models: Mapping[str, ModelCost]
     pairs: Mapping[Pair, PairEstimate]
     association: Mapping[Triple, float] = field(default_factory=dict)
+
+    def uneven(self) -> "TableSnapshot":
+        """The table as chains of three and more meet it.
+
+        Requests that all draft and check in turn keep step with one another, and hardly wait. Where a middle level
+        collects, each takes as many steps as chance will have it: then they meet models busy with others.
+        """
+        models = {name: replace(cost, queue_batches=cost.uneven_queue_batches) for name, cost in self.models.items()}
+        return replace(self, models=models)
 
     def acceptance(self, lower: str, upper: str) -> float:
         pair = self.pairs.get((lower, upper))

@@ -16,9 +16,14 @@ from router.divergence import DivergenceEstimate
 from router.keys import EVERY, Context, Pair, Triple
 from router.latency import Ewma, LatencyFit
 from router.learned import NOTHING, Learned, PairLearned
-from router.snapshot import ModelCost, PairEstimate, TableSnapshot
+from router.snapshot import MOST_EVEN_LEVELS, ModelCost, PairEstimate, TableSnapshot
 
 MUCH_FASTER = 0.8
+GUESSED_WAIT, GUESSED_IDLE = 0.25, 2 / 3
+"""What chains of three and more wait for a model, in batches, where none was seen: requests out of step find it busy
+unless all others are elsewhere; those who wait come closer to step again, so it is less than half a batch.
+"""
+
 NO_TOPS: Mapping[str, Sequence[Top]] = {}
 MOST_COMPARED = 8
 """Positions of a probe whose distributions are compared, per pair: it takes the router's time."""
@@ -36,21 +41,21 @@ class _Model:
     fit: LatencyFit
     hops_ms: dict[str, Ewma] = field(default_factory=dict)
     queue_ms: Ewma = field(default_factory=Ewma)
-    batch_ms: Ewma = field(default_factory=Ewma)
+    queue_batches: Ewma = field(default_factory=Ewma)
+    uneven_queue_batches: Ewma = field(default_factory=Ewma)
     sharing: Ewma = field(default_factory=lambda: Ewma(value=1.0))
     drafts: PositionRates = field(default_factory=PositionRates)
 
-    @property
-    def queue_batches(self) -> float:
-        return self.queue_ms.value / max(1e-3, self.batch_ms.value)
-
-    def cost(self, name: str) -> ModelCost:
+    def cost(self, name: str, num_open: int) -> ModelCost:
         base_ms, per_token_ms, per_sequence_ms = self.fit.coefficients
         hop_ms = min((hop.value for hop in self.hops_ms.values()), default=0.0)
         continues = tuple(self.drafts.rates(1.0))
+        even, uneven = self.queue_batches.value, self.uneven_queue_batches.value
+        if not self.uneven_queue_batches.count:
+            uneven = max(even, GUESSED_WAIT * (1.0 - GUESSED_IDLE ** (num_open - 1)))
         return ModelCost(
             name, self.level, base_ms, per_token_ms, per_sequence_ms, hop_ms,
-            self.queue_ms.value, self.queue_batches, self.sharing.value, continues, self.fit.count,
+            self.queue_ms.value, even, uneven, self.sharing.value, continues, self.fit.count,
         )  # fmt: skip
 
 
@@ -106,7 +111,10 @@ class _Pair:
 
 
 class RouterTable:
-    """Starts from each model's profile, and from what was `learned` before; a model can be added at any time."""
+    """Starts from each model's profile, and from what was `learned` before; a model can be added at any time.
+
+    `num_open`: requests that there are.
+    """
 
     def __init__(self, learned: Learned = NOTHING) -> None:
         self._learned = learned
@@ -114,6 +122,7 @@ class RouterTable:
         self._pairs: dict[Pair, _Pair] = {}
         self._contexts: dict[Context, dict[Pair, _Pair]] = {}
         self._triples: dict[Triple, Association] = {}
+        self.num_open = 1
 
     def add_model(self, name: str, level: int, profile: Profile) -> bool:
         """Whether it is new. A known model keeps what was learned about it: a restarted replica is the same model."""
@@ -152,15 +161,21 @@ class RouterTable:
         """Names, cheapest level first."""
         return tuple(sorted(self._models, key=lambda name: self._models[name].level))
 
-    def observe_timing(self, model: str, replica_id: str, timing: Timing, round_trip_s: float) -> None:
-        """One reply: what its batches cost, and what the way there and back took besides them."""
+    def observe_timing(
+        self, model: str, replica_id: str, timing: Timing, round_trip_s: float, num_levels: int = 1
+    ) -> None:
+        """One reply: what its batches cost, and what the way there and back took besides them.
+
+        `num_levels`: of the chain that the step belongs to.
+        """
         if timing.batches <= 0:
             return
         entry = self._models[model]
         entry.fit.observe(timing)
         entry.sharing.add(timing.sequences / timing.batches)
         entry.queue_ms.add(timing.queue_s * 1e3)
-        entry.batch_ms.add(timing.busy_s * 1e3 / timing.batches)
+        queues = entry.queue_batches if num_levels <= MOST_EVEN_LEVELS else entry.uneven_queue_batches
+        queues.add(timing.queue_s * timing.batches / max(1e-6, timing.busy_s))
         hop = entry.hops_ms.setdefault(replica_id, Ewma())
         hop_ms = _hop_ms(timing, round_trip_s)
         hop.add(hop_ms if hop.count < 5 else min(hop_ms, 3.0 * hop.value + 0.5))
@@ -247,7 +262,7 @@ class RouterTable:
 
     def snapshot(self, context: Context = EVERY) -> TableSnapshot:
         """As it is for requests of a context; where it was never seen, or a pair in it, as for all."""
-        models = {name: self._models[name].cost(name) for name in self.models}
+        models = {name: self._models[name].cost(name, self.num_open) for name in self.models}
         pairs = {key: pair.estimate(*key) for key, pair in self._pairs.items()}
         for key, pair in self._contexts.get(context, {}).items():
             pairs[key] = pair.estimate(*key, pairs[key])

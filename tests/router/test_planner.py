@@ -251,3 +251,13 @@ def test_those_who_are_waited_for_bring_as_many_rows() -> None:
     planned = fastest(replace(snapshot, models={**snapshot.models, "b": target}), NAMES[:2], max_window=16)
     assert planned.chain == ("b",)
     assert planned.predicted_ms_per_token == pytest.approx(424.0)
+
+
+def test_a_middle_level_costs_the_waiting_of_requests_out_of_step() -> None:
+    snapshot = snapshot_of([Level(2.0, 0.55), Level(15.0, 0.85), Level(45.0, 1.0)])
+    assert fastest(snapshot, NAMES[:3], max_window=16).chain == ("a", "b", "c")
+    waiting = {name: replace(cost, uneven_queue_batches=0.25) for name, cost in snapshot.models.items()}
+    crowded = replace(snapshot, models=waiting)
+    assert len(fastest(crowded, NAMES[:3], max_window=16).chain) == 2
+    assert predict(crowded, ("a", "c"), (4,)) == predict(snapshot, ("a", "c"), (4,))
+    assert predict(crowded, NAMES[:3], (2, 4)) > 1.1 * predict(snapshot, NAMES[:3], (2, 4))

@@ -340,3 +340,16 @@ def test_contexts_are_told_apart_and_little_seen_ones_go_by_all() -> None:
         assert seen.draft_goes_on("a", "b", 1) == pytest.approx([expected], abs=0.08), request_class
     classes = {row["class"] for row in as_rows(table)["pairs"]}
     assert classes == {"all", "short code", "short prose", "long prose"}
+
+
+def test_waits_are_told_apart_by_whether_requests_keep_step() -> None:
+    table = table_of("m")
+    table.num_open = 8
+    assert table.snapshot().models["m"].queue_batches == 0.0
+    assert table.snapshot().models["m"].uneven_queue_batches == pytest.approx(0.25, abs=0.02)  # a guess
+    for num_levels, queue_s in ((2, 0.001), (3, 0.008)):
+        for _ in range(60):
+            table.observe_timing("m", "r", Timing(1, 1, 1, 0.010, queue_s), 0.010 + queue_s, num_levels)
+    cost = table.snapshot().models["m"]
+    assert [cost.queue_batches, cost.uneven_queue_batches] == pytest.approx([0.1, 0.8])
+    assert cost.queue_ms == pytest.approx(8.0, rel=0.1)
