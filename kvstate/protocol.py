@@ -94,7 +94,10 @@ class Speculation(Value, frozen=True):
 
 
 class Timing(Value, frozen=True):
-    """What the batches that served one message cost, summed: linear in the three counts, so sums stay fit for a fit."""
+    """What the batches that served one message cost, summed: linear in the three counts, so sums stay fit for a fit.
+
+    `queue_s`: all the time at the replica that was not in one of its batches.
+    """
 
     batches: int = 0
     rows: int = 0

@@ -114,6 +114,7 @@ class Engine:
         self._prompt_tokens = prompt_tokens
         self._clock = clock
         self._inbox: deque[tuple[Sender, Message, float]] = deque()
+        self._arrived_s = 0.0  # when the message being handled came: it may have waited for a forward to end
         self._controls: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
         self._stopping = False
@@ -210,9 +211,9 @@ class Engine:
         while self._controls:
             self._controls.popleft()()
         while self._inbox:
-            sender, message, arrived_s = self._inbox.popleft()
+            sender, message, self._arrived_s = self._inbox.popleft()
             if isinstance(message, Draft | Check):
-                self._gathering.returned(message.seq, arrived_s)
+                self._gathering.returned(message.seq, self._arrived_s)
             try:
                 self._handlers[type(message)](sender, message)
             except InvariantError as error:  # one sequence is at fault: it is dropped, and rebuilt by its router
@@ -275,7 +276,7 @@ class Engine:
 
     def _add_task(self, sender: Sender, step: Step, holding: Holding) -> None:
         state = holding.state
-        task = start_task(sender, step, state, self._clock())
+        task = start_task(sender, step, state, self._arrived_s)
         if task.next_sample < holding.first:
             raise UnreadPosition(state.seq, task.next_sample, holding.first)
         if not isinstance(step, Probe):  # the router no longer waits for an older step of this sequence
@@ -390,9 +391,6 @@ class Engine:
 
     def _forward(self, batch: Sequence[tuple[Task, Slice]]) -> tuple[list[list[int | None]], float]:
         started_s = self._clock()
-        for task, _ in batch:
-            if task.queue_s is None:
-                task.queue_s = started_s - task.arrived_s
         computing = [s for _, s in batch if s.end > s.start]
         results = iter(self._backend.forward(computing) if computing else [])
         samples = [next(results) if s.end > s.start else [] for _, s in batch]
@@ -410,7 +408,8 @@ class Engine:
             if slice_.end < task.rows_end or continue_draft(task, self._backend.end_ids, self._backend.context_len):
                 continue
             self._tasks.remove(task)
-            self._holdings[task.state.seq].heard_s = self._clock()
+            self._holdings[task.state.seq].heard_s = now_s = self._clock()
+            task.queue_s = max(0.0, now_s - task.arrived_s - task.busy_s)
             reply, dropped = finish(task)
             self._rolled_back(task.state, dropped)
             self._replies.append((task.sender, reply))

@@ -32,7 +32,7 @@ class Task:
     rows: int = 0
     sequences: int = 0
     busy_s: float = 0.0
-    queue_s: float | None = None
+    queue_s: float = 0.0
 
     @property
     def start(self) -> int:
@@ -58,7 +58,7 @@ class Task:
         self.next_sample += len(samples)
 
     def timing(self) -> Timing:
-        return Timing(self.batches, self.rows, self.sequences, self.busy_s, self.queue_s or 0.0)
+        return Timing(self.batches, self.rows, self.sequences, self.busy_s, self.queue_s)
 
 
 def start_task(sender: object, step: Step, state: SequenceState, now_s: float) -> Task:

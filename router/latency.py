@@ -24,15 +24,20 @@ the data leave open is laid to the larger ones. One below the least share of a b
 
 @dataclass(slots=True)
 class Ewma:
-    """A mean in which the newest value counts `share`; the first values count more, so that a start is no anchor."""
+    """A mean in which the newest value counts `share`; the first values count more, so that a start is no anchor.
+
+    A value of less `weight` counts less: one of many that tell the same.
+    """
 
     value: float = 0.0
     share: float = 0.05
     count: int = 0
+    _weight: float = 0.0
 
-    def add(self, value: float) -> None:
+    def add(self, value: float, weight: float = 1.0) -> None:
         self.count += 1
-        self.value += (value - self.value) * max(self.share, 1.0 / self.count)
+        self._weight += weight
+        self.value += (value - self.value) * min(1.0, max(self.share * weight, weight / self._weight))
 
 
 class LatencyFit:

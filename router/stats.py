@@ -38,7 +38,7 @@ class RouterStats:
     first_token_s  from a request's arrival
     inter_token_s  a round's time per token that it committed
     step_s         time in batches per step
-    queue_s        a step's wait for its first batch
+    queue_s        a step's waits for its batches
     """
 
     requests: Counter[str] = field(default_factory=Counter)

@@ -19,6 +19,9 @@ from router.learned import NOTHING, Learned, PairLearned
 from router.snapshot import MOST_EVEN_LEVELS, ModelCost, PairEstimate, TableSnapshot
 
 MUCH_FASTER = 0.8
+BATCH_SHARE = 0.1
+"""Of the newest batch in what is known of sharing and waiting."""
+
 GUESSED_WAIT, GUESSED_IDLE = 0.25, 2 / 3
 """What chains of three and more wait for a model, in batches, where none was seen: requests out of step find it busy
 unless all others are elsewhere; those who wait come closer to step again, so it is less than half a batch.
@@ -35,15 +38,19 @@ CONTEXT_POSITIONS = 24.0
 """How many positions of a context the estimate over all requests is worth there."""
 
 
+def _over_batches() -> Ewma:
+    return Ewma(share=BATCH_SHARE)
+
+
 @dataclass(slots=True)
 class _Model:
     level: int
     fit: LatencyFit
     hops_ms: dict[str, Ewma] = field(default_factory=dict)
-    queue_ms: Ewma = field(default_factory=Ewma)
-    queue_batches: Ewma = field(default_factory=Ewma)
-    uneven_queue_batches: Ewma = field(default_factory=Ewma)
-    sharing: Ewma = field(default_factory=lambda: Ewma(value=1.0))
+    queue_ms: Ewma = field(default_factory=_over_batches)
+    queue_batches: Ewma = field(default_factory=_over_batches)
+    uneven_queue_batches: Ewma = field(default_factory=_over_batches)
+    sharing: Ewma = field(default_factory=lambda: Ewma(value=1.0, share=BATCH_SHARE))
     drafts: PositionRates = field(default_factory=PositionRates)
 
     def cost(self, name: str, num_open: int) -> ModelCost:
@@ -172,10 +179,11 @@ class RouterTable:
             return
         entry = self._models[model]
         entry.fit.observe(timing)
-        entry.sharing.add(timing.sequences / timing.batches)
-        entry.queue_ms.add(timing.queue_s * 1e3)
+        weight = timing.batches / max(timing.sequences, timing.batches)  # all that share a batch tell the same of it
+        entry.sharing.add(timing.sequences / timing.batches, weight)
+        entry.queue_ms.add(timing.queue_s * 1e3, weight)
         queues = entry.queue_batches if num_levels <= MOST_EVEN_LEVELS else entry.uneven_queue_batches
-        queues.add(timing.queue_s * timing.batches / max(1e-6, timing.busy_s))
+        queues.add(timing.queue_s * timing.batches / max(1e-6, timing.busy_s), weight)
         hop = entry.hops_ms.setdefault(replica_id, Ewma())
         hop_ms = _hop_ms(timing, round_trip_s)
         hop.add(hop_ms if hop.count < 5 else min(hop_ms, 3.0 * hop.value + 0.5))

@@ -573,3 +573,23 @@ def test_samples_within_the_part_that_is_not_read_are_refused() -> None:
     replica.send(opening())
     assert replica.send(check(1, 1, PROMPT[:-12], 0, PROMPT[-12:])) == []
     assert replica.engine.report().dropped == (1,)
+
+
+def test_a_step_that_comes_while_a_forward_runs_waits_in_the_queue() -> None:
+    """Not on the way there and back."""
+    replica = Replica()
+    replica.send(opening(1), opening(2))
+    backend = replica.engine._backend
+    assert isinstance(backend, EmulatedBackend)
+    late = [check(2, 1, PROMPT, len(PROMPT))]
+
+    def compute(_: float) -> None:
+        replica.clock.now_s += 1.0
+        if late:
+            replica.engine.submit("router", [late.pop()])
+            replica.clock.now_s += 2.0
+
+    backend._sleep = compute
+    first, second = (m for m in replica.send(check(1, 1, PROMPT, len(PROMPT))) if isinstance(m, Verdict))
+    assert (first.timing.busy_s, first.timing.queue_s) == (3.0, 0.0)
+    assert (second.timing.busy_s, second.timing.queue_s) == (1.0, 2.0)

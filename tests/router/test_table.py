@@ -353,3 +353,15 @@ def test_waits_are_told_apart_by_whether_requests_keep_step() -> None:
     cost = table.snapshot().models["m"]
     assert [cost.queue_batches, cost.uneven_queue_batches] == pytest.approx([0.1, 0.8])
     assert cost.queue_ms == pytest.approx(8.0, rel=0.1)
+
+
+def test_all_who_share_a_batch_tell_of_one_batch() -> None:
+    """Two groups of 32 take turns; whoever answered last, half of all batches were waited for."""
+    table = table_of("m")
+    for _ in range(40):
+        for queue_s in (0.0, 0.2):
+            for _ in range(32):
+                table.observe_timing("m", "r", Timing(1, 32, 32, 0.2, queue_s), 0.2 + queue_s)
+    cost = table.snapshot().models["m"]
+    assert cost.queue_batches == pytest.approx(0.5, abs=0.1)
+    assert cost.sharing == pytest.approx(32.0)
