@@ -11,6 +11,7 @@ import httpx
 from benchmarks.client import Answer, StreamError, complete
 from benchmarks.emulated_app import EmulatedApp
 from benchmarks.oracle import Level
+from router.keys import EVERY
 from specrelay.endpoint import endpoint_of
 
 Wish = Mapping[str, Any]
@@ -46,10 +47,11 @@ class EmulatedClient:
         return answer
 
     async def table(self) -> dict[str, Any]:
-        """GET /router/table."""
+        """GET /router/table, of the pairs those over all requests."""
         response = await self.http.get("/router/table")
         response.raise_for_status()
         table: dict[str, Any] = response.json()
+        table["pairs"] = [pair for pair in table["pairs"] if (pair["class"], pair["regime"]) == EVERY]
         return table
 
     async def hop_ms(self, tokens: int, repeats: int) -> float:

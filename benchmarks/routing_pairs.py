@@ -5,7 +5,7 @@ knows nothing at first.
 """
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +16,7 @@ from benchmarks.report import Report
 from benchmarks.round_log import quantile
 from benchmarks.static_search import StaticPlan, grid, halving
 from benchmarks.traffic import Request, always, in_turn, numbered, steady, times_of
+from router.plan import CASCADE
 
 ROUNDS = 400
 APPS = 3
@@ -60,6 +61,13 @@ async def pairs(report: Report) -> None:
     await _meeting(report)
 
 
+def pairs_of(chain: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Whose tokens are checked by whom; a cascade's both drafters by the next level."""
+    for lower, upper in pairwise(chain):
+        for name in lower.split(CASCADE):
+            yield name, upper
+
+
 async def _errors_of_app(report: Report, seed: int) -> list[float]:
     emulate = random_agreements(seed)
     with emulated_app(emulated_config(f"routing-pairs-{seed}", emulate)) as app:
@@ -72,7 +80,7 @@ async def _errors_of_app(report: Report, seed: int) -> list[float]:
     found = divergence_errors(table, {name: values["agreement"] for name, values in emulate.items()})
     worst = max(found, key=lambda pair: abs(found[pair]))
     samples = {(pair["lower"], pair["upper"]): pair["samples"] for pair in table["pairs"]}
-    ran = {pair for row in table["candidates"] if row["rounds"] for pair in pairwise(row["chain"])}
+    ran = {pair for row in table["candidates"] if row["rounds"] for pair in pairs_of(row["chain"])}
     report.add(
         f"pairs, app {seed}: {rounds} rounds, {len(found) - len(ran & set(found))} of {len(found)} pairs never ran",
         f"worst {'→'.join(worst)} {found[worst]:+.3f}, {samples[worst]} samples",

@@ -1,8 +1,9 @@
 """When to probe and whom: estimates for models and pairs that the running chains do not compare. Pure.
 
 A probe lets models sample at the last committed positions (at most 64), in one forward each; the target's samples there
-are the committed tokens themselves, so the target is never probed. All models that stand in a pair hardly known are
-probed at once: then each position tells of all their pairs. Probes take at most the share `explore` of all rounds and
+are the committed tokens themselves, so the target is never probed. All models that stand in a pair hardly known, or
+otherwise in one that the chain does not compare, are probed at once: then each position tells of all their pairs.
+Probes take at most the share `explore` of all rounds and
 of all rounds' time: all of it while some pair has been examined at few positions, or where requests differ and it is
 not known yet how well a drafter suits this one; half of it else (a model that drifted must be noticed). One probe is
 allowed before the share has room for it, so that a pair unknown at the start is not unknown for 20 rounds; a probe that
@@ -84,7 +85,7 @@ def choose_probe(
     with_target = [(name, models[-1]) for name in models[:-1] if (name, models[-1]) in pairs]
     strange = [pair for pair in with_target if own.positions(pair) < _wanted_positions(snapshot.pairs[pair])]
     share = explore if unknown or vague or strange else explore / 2.0
-    wanted = unknown or vague or [_longest_ago(budget, strange or pairs, models[-1])]
+    wanted = unknown or vague or ([_longest_ago(budget, strange, models[-1])] if strange else pairs)
     probed = tuple(name for name in models[:-1] if any(name in pair for pair in wanted))
     count = min(num_committed_outputs - max(own.probed_len.get(name, 0) for name in probed), MOST_POSITIONS)
     least = FEWEST_POSITIONS if unknown else LEAST_POSITIONS
