@@ -210,8 +210,9 @@ class PositionRates:
 
     def rates_from(self, others: Sequence[float], weight: float) -> Iterator[float]:
         """Each position's from what others say of it, the last of them of all further on, counting `weight` trials."""
-        for j, position in enumerate(self._positions):
-            yield position.rate_from(others[min(j, len(others) - 1)], weight)
+        for j in range(max(len(self._positions), len(others))):
+            other = others[min(j, len(others) - 1)]
+            yield self._positions[j].rate_from(other, weight) if j < len(self._positions) else other
 
     def rates(self, base: float) -> Iterator[float]:
         """Of as many positions as were examined."""

@@ -327,6 +327,17 @@ def test_whether_errors_fall_together_is_learned_from_probes_and_from_checks(err
             assert rates.kept == pytest.approx(0.5, abs=0.04)
 
 
+def test_positions_that_a_context_never_reached_go_by_all() -> None:
+    table = table_of("a", "b")
+    for _ in range(400):
+        table.observe_check(CheckSeen("a", "b", 4, 4, 4))
+    for _ in range(100):
+        table.observe_check(CheckSeen("a", "b", 1, 0, 1), ("short code", "greedy"))
+    first, *later = table.snapshot(("short code", "greedy")).draft_goes_on("a", "b", 4)
+    assert first < 0.3
+    assert min(later) > 0.9
+
+
 def test_contexts_are_told_apart_and_little_seen_ones_go_by_all() -> None:
     table, rng = table_of("a", "b"), random.Random(9)
     for _ in range(400):
