@@ -57,10 +57,13 @@ class FadingCount:
 
 @dataclass(slots=True)
 class Acceptance:
-    """One ordered pair. `samples` counts all positions ever examined; `dispersion` as in `Dispersion`."""
+    """One ordered pair. `samples` counts positions examined, those before a change left out; `dispersion` as in
+    `Dispersion`.
+    """
 
     samples: int = 0
     dispersion: float = 1.0
+    num_changes: int = 0
     _all: FadingCount = field(default_factory=FadingCount)
     _recent: deque[tuple[int, int]] = field(default_factory=deque)
     _recent_trials: int = 0
@@ -143,6 +146,7 @@ class Acceptance:
 
     def _keep_newest(self, successes: int, trials: int, num_newer: int) -> None:
         self._all.successes, self._all.trials = float(successes), float(trials)
+        self.samples, self.num_changes = trials, self.num_changes + 1
         while len(self._recent) > num_newer:
             self._recent.popleft()
         self._recent_trials = trials

@@ -78,6 +78,10 @@ class LatencyFit:
         if self.count <= _SOLVE_EACH or self.count % _SOLVE_EVERY == 0:
             self._solution = None
 
+    def take_over(self, timing: Timing) -> None:
+        """From these batches on, be what they took: for batches that cannot have been so fast by chance."""
+        self._rescale(timing.busy_s * 1e3 / self.predict_ms(timing))
+
     def predict_ms(self, timing: Timing) -> float:
         """Of all the batches of a message."""
         return self._predict([float(timing.batches), float(timing.rows), float(timing.sequences)])

@@ -31,6 +31,7 @@ NO_TOPS: Mapping[str, Sequence[Top]] = {}
 MOST_COMPARED = 8
 """Positions of a probe whose distributions are compared, per pair: it takes the router's time."""
 
+DOUBTED_SAMPLES = 32
 PROBED_POSITIONS = 32.0
 """How many probed positions the share of tokens accepted in rounds is worth as a guess of the agreement."""
 
@@ -200,7 +201,7 @@ class RouterTable:
             return
         entry = self._models[model]
         if timing.busy_s * 1e3 < MUCH_FASTER * entry.fit.predict_ms(timing):
-            entry.fit.observe(timing)
+            entry.fit.take_over(timing)
         hop = entry.hops_ms.setdefault(replica_id, Ewma())
         hop_ms = _hop_ms(timing, round_trip_s)
         if hop.count == 0 or hop_ms < hop.value:
@@ -255,10 +256,14 @@ class RouterTable:
                         association.observe(a == b, b == c)
 
     def _in(self, context: Context, pair: Pair) -> Iterator[_Pair]:
-        """The pair's entry of all requests, and that of the context."""
-        yield self._pairs[pair]
-        if context != EVERY:
-            yield self._contexts.setdefault(context, {}).setdefault(pair, _Pair())
+        """The pair's entry of all requests, and that of the context, to be changed."""
+        tables = [self._pairs] if context == EVERY else [self._pairs, self._contexts.setdefault(context, {})]
+        for entries in tables:
+            entry = entries.setdefault(pair, _Pair())
+            num_changes = entry.acceptance.num_changes
+            yield entry
+            if entry.acceptance.num_changes > num_changes:
+                _doubt(entries, pair)
 
     def remove_replica(self, model: str, replica_id: str) -> None:
         self._models[model].hops_ms.pop(replica_id, None)
@@ -276,6 +281,15 @@ class RouterTable:
             pairs[key] = pair.estimate(*key, pairs[key])
         association = {triple: association.strength for triple, association in self._triples.items()}
         return TableSnapshot(models, pairs, association)
+
+
+def _doubt(entries: Mapping[Pair, _Pair], changed: Pair) -> None:
+    """One of the two models is not what it was: what is known of its other pairs is worth as little as few positions,
+    so that they are probed.
+    """
+    for pair, entry in entries.items():
+        if pair != changed and set(pair) & set(changed):
+            entry.acceptance.samples = min(entry.acceptance.samples, DOUBTED_SAMPLES)
 
 
 def _hop_ms(timing: Timing, round_trip_s: float) -> float:

@@ -98,6 +98,14 @@ def test_a_probe_tells_of_a_faster_model_and_not_of_a_slower_one() -> None:
         assert cost.queue_ms == 0.0
 
 
+def test_one_fast_probe_is_proof() -> None:
+    table = table_of("m")
+    for _ in range(200):
+        table.observe_timing("m", "r", timing(12.0, 0.0, 0.0, 1, 1, 1), 0.012)
+    table.observe_probe_timing("m", "r", Timing(1, 40, 1, 0.004, 0.0), 0.005)
+    assert table.snapshot().models["m"].batch_ms(1.0) == pytest.approx(4.0, rel=0.1)
+
+
 def test_before_any_batch_the_profile_counts() -> None:
     cost = table_of("m").snapshot().models["m"]
     assert (cost.base_ms, cost.samples) == (10.0, 0)
@@ -336,6 +344,19 @@ def test_positions_that_a_context_never_reached_go_by_all() -> None:
     first, *later = table.snapshot(("short code", "greedy")).draft_goes_on("a", "b", 4)
     assert first < 0.3
     assert min(later) > 0.9
+
+
+def test_a_change_of_one_pair_puts_the_others_of_its_models_in_doubt() -> None:
+    table, rng = table_of("a", "b", "c"), random.Random(5)
+    for _ in range(20):
+        table.observe_probe({name: [1] * 64 for name in ("a", "b", "c")})
+    assert min(pair.samples for pair in table.snapshot().pairs.values()) > 1000
+    for _ in range(30):
+        table.observe_check(CheckSeen("a", "b", 4, 0 if rng.random() < 0.9 else 4, 4))
+    pairs = table.snapshot().pairs
+    assert pairs["a", "c"].samples <= 32
+    assert pairs["b", "c"].samples <= 32
+    assert pairs["a", "c"].acceptance > 0.9  # as far as is known
 
 
 def test_contexts_are_told_apart_and_little_seen_ones_go_by_all() -> None:
