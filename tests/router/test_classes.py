@@ -16,6 +16,7 @@ NEWS = "The council met on Monday to talk about the new bridge, which has been c
         ("Implement quicksort in Python and explain how it works.", "short code"),
         ("for (int i = 0; i < n; ++i) { total[i] += a[i]; }", "short code"),
         ("A train leaves at 9:40 and needs 125 minutes for 180 km. How fast is it?", "short digits"),
+        ("17.25 + 185 * 3.8 = ", "short digits"),
         ("Übersetze bitte diesen Satz: Der Hund lief gestern durch den Park.", "short foreign"),
         ("请把这句话翻译成英文。", "short foreign"),
         (NEWS * 4, "short repetitive"),
