@@ -39,7 +39,7 @@ A target that is only silent is waited for until the request's deadline: it may 
 and there is nothing to go on without it. A stream that breaks, as it does when heartbeats are missed, ends every wait.
 """
 
-MOST_BEHIND = 32
+MOST_BEHIND, MOST_PROBE_BEHIND = 32, 128
 CATCH_UP = "catch_up"
 """The kind of a step that computes more rows than rounds ever leave behind: a prefill, or a level that joins again."""
 
@@ -259,7 +259,9 @@ class RoundDriver:
         while attempts < ATTEMPTS:
             self._open(holder)
             sent_s, step = self._clock(), make(holder)
-            if step.from_len + len(step.tokens) - holder.kv_len > MOST_BEHIND:
+            if step.from_len + len(step.tokens) - holder.kv_len > (
+                MOST_PROBE_BEHIND if kind == "probe" else MOST_BEHIND
+            ):
                 kind = CATCH_UP
             reply = await self._calls.call(holder.replica_id, step)
             match reply:
