@@ -255,13 +255,11 @@ class RoundDriver:
         holder = self.sequence.holders.get(model)
         if holder is None:
             raise ReplicaLost(model)
-        attempts = 0
+        attempts, most_behind = 0, MOST_PROBE_BEHIND if kind == "probe" else MOST_BEHIND
         while attempts < ATTEMPTS:
             self._open(holder)
             sent_s, step = self._clock(), make(holder)
-            if step.from_len + len(step.tokens) - holder.kv_len > (
-                MOST_PROBE_BEHIND if kind == "probe" else MOST_BEHIND
-            ):
+            if step.from_len + len(step.tokens) - holder.kv_len > most_behind:
                 kind = CATCH_UP
             reply = await self._calls.call(holder.replica_id, step)
             match reply:
