@@ -17,8 +17,8 @@ MOST_CHARACTERS = 4096
 LONG_CHARACTERS = 1500
 REPETITIVE_RATIO = 0.3
 _REPETITIVE_CHARACTERS = 400
-_CODE_MARKS = frozenset("{}[]();=<>_#`\\|&*")
-_MANY_DIGITS_SHARE, _CODE_SHARE, _DIGITS_SHARE, _FOREIGN_SHARE = 0.25, 0.05, 0.015, 0.2
+_CODE_MARKS = frozenset("{}[]();<>_#`\\|&")
+_CODE_SHARE, _DIGITS_SHARE, _FOREIGN_SHARE = 0.05, 0.015, 0.2
 _CODE_WORDS = re.compile(
     r"\b(python|java|javascript|typescript|c\+\+|rust|golang|sql|html|css|bash|json|regex|algorithm|code|program"
     r"|function|class|compile|script)\b",
@@ -49,16 +49,13 @@ def context_of(request_class: str, sampling: Sampling) -> Context:
 def _kind(text: str) -> str:
     if not text:
         return "prose"
-    num_digits = sum(map(str.isdigit, text))
-    if num_digits >= _MANY_DIGITS_SHARE * len(text):
-        return "digits"
     if sum(map(_CODE_MARKS.__contains__, text)) >= _CODE_SHARE * len(text) or (
         len(text) < LONG_CHARACTERS and _CODE_WORDS.search(text)
     ):
         return "code"
     if _is_foreign(text):
         return "foreign"
-    if num_digits >= _DIGITS_SHARE * len(text):
+    if sum(map(str.isdigit, text)) >= _DIGITS_SHARE * len(text):
         return "digits"
     return "repetitive" if _is_repetitive(text) else "prose"
 

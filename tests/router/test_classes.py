@@ -17,6 +17,7 @@ NEWS = "The council met on Monday to talk about the new bridge, which has been c
         ("for (int i = 0; i < n; ++i) { total[i] += a[i]; }", "short code"),
         ("A train leaves at 9:40 and needs 125 minutes for 180 km. How fast is it?", "short digits"),
         ("17.25 + 185 * 3.8 = ", "short digits"),
+        ("def f_535039376(a, b):\n    return a[83] + b.x1\n", "short code"),
         ("Übersetze bitte diesen Satz: Der Hund lief gestern durch den Park.", "short foreign"),
         ("请把这句话翻译成英文。", "short foreign"),
         (NEWS * 4, "short repetitive"),
