@@ -26,7 +26,7 @@ class Plan:
     """`windows[i]` belongs to `chain[i + 1]`; the target alone has none.
 
     `stop_below`: a drafter that knows how likely its tokens are right ends a draft that would be right with a smaller
-    probability.
+    probability. `keeps_step`: requests that all run it come back to their checker together (`TableSnapshot.uneven`).
     """
 
     chain: Chain
@@ -34,6 +34,7 @@ class Plan:
     predicted_ms_per_token: float
     stop_below: float = 0.0
     tail: Tail | None = None
+    keeps_step: bool = True
 
     @property
     def drafters(self) -> Chain:

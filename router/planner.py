@@ -13,7 +13,7 @@ from itertools import combinations, pairwise
 
 from router.plan import Chain, Plan, Tail, Windows
 from router.prediction import Prediction
-from router.snapshot import MOST_EVEN_LEVELS, TableSnapshot
+from router.snapshot import TableSnapshot
 
 LEAST_GAIN, LEAST_CHANGE = 0.005, 0.02
 
@@ -49,7 +49,7 @@ class Planner:
         return self._prediction(plan).ms_per_token(plan)
 
     def _prediction(self, plan: Plan) -> Prediction:
-        return self._even if len(plan.chain) <= MOST_EVEN_LEVELS else self._uneven
+        return self._even if self._even.keeps_step(plan) else self._uneven
 
     def best(self, chain: Sequence[str], tail: str | None = None) -> Plan:
         """The best windows of one chain."""
@@ -80,7 +80,7 @@ class Planner:
             for rate in self._snapshot.draft_goes_on(plan.chain[0], plan.chain[1], plan.windows[0]):
                 right *= rate
             tail = replace(tail, stop_below=min(1.0, stop_below / max(1e-9, right)))
-        return replace(plan, stop_below=min(1.0, stop_below), tail=tail)
+        return replace(plan, stop_below=min(1.0, stop_below), tail=tail, keeps_step=self._even.keeps_step(plan))
 
     def choose(self, models: Sequence[str], present: Plan | None = None, slo_ms_per_token: float | None = None) -> Plan:
         """The fastest candidate; with a target for its time, the one that leaves most room for other requests among

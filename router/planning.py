@@ -67,14 +67,14 @@ class RunRecord:
 
 @dataclass(slots=True)
 class RequestObserver:
-    """The driver's `Observer` of one request, with its own rates; `num_levels` of the present round's chain."""
+    """The driver's `Observer` of one request, with its own rates; `keeps_step` as in the present round's plan."""
 
     planning: "Planning"
     own: OwnRates
-    num_levels: int = 1
+    keeps_step: bool = True
 
     def timing(self, holder: Holder, kind: str, timing: Timing, round_trip_s: float) -> None:
-        self.planning.timing(holder, kind, timing, round_trip_s, self.num_levels)
+        self.planning.timing(holder, kind, timing, round_trip_s, self.keeps_step)
 
     def drafted(self, model: str, num_asked: int, num_drafted: int) -> None:
         self.planning.drafted(model, num_asked, num_drafted, self.own)
@@ -122,13 +122,13 @@ class Planning:
 
     # ----------------------------------------------------------------------------------------------------- observing
 
-    def timing(self, holder: Holder, kind: str, timing: Timing, round_trip_s: float, num_levels: int = 1) -> None:
+    def timing(self, holder: Holder, kind: str, timing: Timing, round_trip_s: float, keeps_step: bool = True) -> None:
         """What a round's steps cost is learned from steps like them: a prefill's rows and queue are not."""
         if kind == "probe":
             self.table.observe_probe_timing(holder.model, holder.replica_id, timing, round_trip_s)
         elif kind != CATCH_UP:
             self.replicas.observe(holder.replica_id, timing.busy_s * 1e3, self.table.expected_ms(holder.model, timing))
-            self.table.observe_timing(holder.model, holder.replica_id, timing, round_trip_s, num_levels)
+            self.table.observe_timing(holder.model, holder.replica_id, timing, round_trip_s, keeps_step)
         self._stats.add_step(holder.model, kind, timing)
 
     def drafted(self, model: str, num_asked: int, num_drafted: int, own: OwnRates) -> None:
@@ -285,7 +285,7 @@ class Planning:
         given = tuple(windows[i] for i in kept[:-1]) if windows else ()
         tail = tail if tail in models and len(names) > 1 else None
         if given and tail is None:
-            return Plan(names, given, 0.0)
+            return Plan(names, given, 0.0, keeps_step=len(names) <= 2)
 
         def make(_: Plan | None) -> Plan:
             planner = Planner(self.snapshot(), self._settings.max_window)

@@ -56,6 +56,18 @@ class Prediction:
         production = self._production(chain, windows, plan.tail)
         return production.time_ms / production.mean_tokens + self._join_ms(plan)
 
+    def keeps_step(self, plan: Plan) -> bool:
+        """Whether drafts are back before a checker that waits for them, for as long as its base, begins without them
+        (models/gathering.py).
+        """
+        if len(plan.chain) != 2:
+            return len(plan.chain) == 1
+        checker = self._snapshot.models[plan.chain[1]]
+        draft = self._draft(*plan.chain, plan.windows[0])
+        if plan.tail is not None:
+            draft = self._with_tail(draft, plan.chain, plan.tail)
+        return draft.time_ms + checker.hop_ms < checker.base_ms
+
     def busy_ms(self, plan: Plan) -> float:
         """Of a replica's time, what a committed token takes of the model that it takes most of: where many requests
         wait, this bounds how many tokens there can be. A batch's base is shared by the sequences in it.

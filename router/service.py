@@ -347,7 +347,7 @@ class RouterCore:
         self._deliver(request, sequence, commit)
         while commit.finish_reason is None:
             plan = self._plan(request, sequence, self._missing(sequence))
-            observer.num_levels = len(plan.chain)
+            observer.keeps_step = plan.keeps_step
             self._start_probe(request, driver, plan)
             started_s = self._clock()
             commit = await driver.round(plan)

@@ -9,9 +9,6 @@ from router.divergence import Bounds
 from router.keys import Pair, Triple
 from router.renewal import Rates
 
-MOST_EVEN_LEVELS = 2
-"""Of a chain whose requests keep step with one another."""
-
 ALL_ALIKE = 100.0
 """`prior_positions` from which on requests are taken to be all alike."""
 
@@ -91,10 +88,11 @@ class TableSnapshot:
     association: Mapping[Triple, float] = field(default_factory=dict)
 
     def uneven(self) -> "TableSnapshot":
-        """The table as chains of three and more meet it.
+        """The table as plans meet it whose requests do not keep step with one another.
 
-        Requests that all draft and check in turn keep step with one another, and hardly wait. Where a middle level
-        collects, each takes as many steps as chance will have it: then they meet models busy with others.
+        Requests that all draft and check in turn come back together, and hardly wait. Where a middle level collects,
+        each takes as many steps as chance will have it; where a draft takes longer than the checker waits, it begins
+        with those that are there. Then they meet models busy with others.
         """
         models = {name: replace(cost, queue_batches=cost.uneven_queue_batches) for name, cost in self.models.items()}
         return replace(self, models=models)

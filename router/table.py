@@ -16,15 +16,15 @@ from router.divergence import DivergenceEstimate
 from router.keys import EVERY, Context, Pair, Triple
 from router.latency import Ewma, LatencyFit
 from router.learned import NOTHING, Learned, PairLearned
-from router.snapshot import MOST_EVEN_LEVELS, ModelCost, PairEstimate, TableSnapshot
+from router.snapshot import ModelCost, PairEstimate, TableSnapshot
 
 MUCH_FASTER = 0.8
 BATCH_SHARE = 0.1
 """Of the newest batch in what is known of sharing and waiting."""
 
 GUESSED_WAIT, GUESSED_IDLE = 0.25, 2 / 3
-"""What chains of three and more wait for a model, in batches, where none was seen: requests out of step find it busy
-unless all others are elsewhere; those who wait come closer to step again, so it is less than half a batch.
+"""What requests out of step wait for a model, in batches, where none was seen: they find it busy unless all others are
+elsewhere; those who wait come closer to step again, so it is less than half a batch.
 """
 
 NO_TOPS: Mapping[str, Sequence[Top]] = {}
@@ -170,11 +170,11 @@ class RouterTable:
         return tuple(sorted(self._models, key=lambda name: self._models[name].level))
 
     def observe_timing(
-        self, model: str, replica_id: str, timing: Timing, round_trip_s: float, num_levels: int = 1
+        self, model: str, replica_id: str, timing: Timing, round_trip_s: float, keeps_step: bool = True
     ) -> None:
         """One reply: what its batches cost, and what the way there and back took besides them.
 
-        `num_levels`: of the chain that the step belongs to.
+        `keeps_step`: as in the plan that the step belongs to.
         """
         if timing.batches <= 0:
             return
@@ -183,7 +183,7 @@ class RouterTable:
         weight = timing.batches / max(timing.sequences, timing.batches)  # all that share a batch tell the same of it
         entry.sharing.add(timing.sequences / timing.batches, weight)
         entry.queue_ms.add(timing.queue_s * 1e3, weight)
-        queues = entry.queue_batches if num_levels <= MOST_EVEN_LEVELS else entry.uneven_queue_batches
+        queues = entry.queue_batches if keeps_step else entry.uneven_queue_batches
         queues.add(timing.queue_s * timing.batches / max(1e-6, timing.busy_s), weight)
         hop = entry.hops_ms.setdefault(replica_id, Ewma())
         hop_ms = _hop_ms(timing, round_trip_s)

@@ -261,3 +261,13 @@ def test_a_middle_level_costs_the_waiting_of_requests_out_of_step() -> None:
     assert len(fastest(crowded, NAMES[:3], max_window=16).chain) == 2
     assert predict(crowded, ("a", "c"), (4,)) == predict(snapshot, ("a", "c"), (4,))
     assert predict(crowded, NAMES[:3], (2, 4)) > 1.1 * predict(snapshot, NAMES[:3], (2, 4))
+
+
+def test_a_draft_that_takes_longer_than_the_checker_waits_falls_out_of_step() -> None:
+    snapshot = snapshot_of([Level(2.0, 0.55), Level(15.0, 0.85), Level(45.0, 1.0, hop_ms=1.0)])
+    prediction = Prediction(snapshot)
+    for chain, window, keeps_step in ((("b", "c"), 2, True), (("b", "c"), 3, False), (("a", "c"), 16, True)):
+        assert prediction.keeps_step(Plan(chain, (window,), 0.0)) == keeps_step, (chain, window)
+    assert not prediction.keeps_step(Plan(("a", "b", "c"), (1, 1), 0.0))
+    assert prediction.keeps_step(Plan(("c",), (), 0.0))
+    assert not prediction.keeps_step(Plan(("b", "c"), (2,), 0.0, tail=Tail("a", 8)))

@@ -379,9 +379,9 @@ def test_waits_are_told_apart_by_whether_requests_keep_step() -> None:
     table.num_open = 8
     assert table.snapshot().models["m"].queue_batches == 0.0
     assert table.snapshot().models["m"].uneven_queue_batches == pytest.approx(0.25, abs=0.02)  # a guess
-    for num_levels, queue_s in ((2, 0.001), (3, 0.008)):
+    for keeps_step, queue_s in ((True, 0.001), (False, 0.008)):
         for _ in range(60):
-            table.observe_timing("m", "r", Timing(1, 1, 1, 0.010, queue_s), 0.010 + queue_s, num_levels)
+            table.observe_timing("m", "r", Timing(1, 1, 1, 0.010, queue_s), 0.010 + queue_s, keeps_step)
     cost = table.snapshot().models["m"]
     assert [cost.queue_batches, cost.uneven_queue_batches] == pytest.approx([0.1, 0.8])
     assert cost.queue_ms == pytest.approx(8.0, rel=0.1)
