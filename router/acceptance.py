@@ -23,6 +23,7 @@ HALF_LIFE_POSITIONS = 2000.0
 _RECENT_TRIALS = 320
 _BLOCK_TRIALS = _TEST_EVERY_TRIALS = 8
 _POSITION_WEIGHT = 8.0
+_LEAST_RATE = 0.02
 _ASSOCIATION_POSITIONS = 32.0
 _LEAST_POSITIONS, _MOST_POSITIONS = 8, 60
 _MOST_DISPERSION = 20.0
@@ -274,6 +275,16 @@ class Dispersion:
         if self.ratio <= 1.0:
             return MOST_PRIOR_POSITIONS
         return min(MOST_PRIOR_POSITIONS, max(_LEAST_PRIOR_POSITIONS, self._positions / (self.ratio - 1.0)))
+
+
+def shift_rate(rate: float, difference: float) -> float:
+    """By a difference in log-odds."""
+    return 1.0 / (1.0 + math.exp(-log_odds(rate) - difference))
+
+
+def log_odds(rate: float) -> float:
+    bounded = max(_LEAST_RATE, min(1.0 - _LEAST_RATE, rate))
+    return math.log(bounded / (1.0 - bounded))
 
 
 def _log_likelihood(successes: float, trials: float) -> float:

@@ -6,10 +6,10 @@ little of it is believed. It fades with a half-life of 34 rounds, seen or unseen
 again; and it is rounded, so that requests share plans.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from router.acceptance import log_odds, shift_rate
 from router.keys import EVERY, Context, Pair
 from router.snapshot import ALL_ALIKE, TableSnapshot
 
@@ -25,7 +25,6 @@ JOIN_TOKENS = 64
 FADE = 0.98
 STEP = 0.75
 MOST_SHIFT = 4.5
-_LEAST_RATE = 0.02
 _TELLING = 3.0
 
 
@@ -53,7 +52,7 @@ class _Seen:
             return 0.0
         rate = expected / positions
         own = (accepted + rate * self.prior_positions) / (positions + self.prior_positions)
-        return _log_odds(own) - _log_odds(rate)
+        return log_odds(own) - log_odds(rate)
 
 
 @dataclass(slots=True)
@@ -108,18 +107,9 @@ def shifted(snapshot: TableSnapshot, shifts: Shifts, missing: Missing = ()) -> T
     pairs = dict(snapshot.pairs)
     for pair, shift in shifts:
         estimate = pairs[pair]
-        goes_on = tuple(_shift(rate, shift) for rate in estimate.goes_on)
-        pairs[pair] = replace(estimate, acceptance=_shift(estimate.acceptance, shift), goes_on=goes_on)
+        goes_on = tuple(shift_rate(rate, shift) for rate in estimate.goes_on)
+        pairs[pair] = replace(estimate, acceptance=shift_rate(estimate.acceptance, shift), goes_on=goes_on)
     models = dict(snapshot.models)
     for name, num_rows in missing:
         models[name] = replace(models[name], join_ms=num_rows * models[name].per_token_ms / JOIN_TOKENS)
     return replace(snapshot, models=models, pairs=pairs)
-
-
-def _shift(rate: float, log_odds: float) -> float:
-    return 1.0 / (1.0 + math.exp(-_log_odds(rate) - log_odds))
-
-
-def _log_odds(rate: float) -> float:
-    bounded = max(_LEAST_RATE, min(1.0 - _LEAST_RATE, rate))
-    return math.log(bounded / (1.0 - bounded))

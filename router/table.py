@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 
 from kvstate.protocol import Profile, Timing, Top
-from router.acceptance import Acceptance, Association, Dispersion, PositionRates
+from router.acceptance import Acceptance, Association, Dispersion, PositionRates, log_odds, shift_rate
 from router.checks import CheckSeen, Kind
 from router.divergence import DivergenceEstimate
 from router.keys import EVERY, Context, Pair, Triple
@@ -85,7 +85,9 @@ class _Pair:
         else:
             rate = self.acceptance.rate_from(of_all.acceptance, CONTEXT_POSITIONS)
             agreement = self.probed.rate_from(1.0 - of_all.divergence, CONTEXT_POSITIONS)
-            goes_on = tuple(self.drafts.rates_from(of_all.goes_on or (rate,), CONTEXT_POSITIONS))
+            unlike = log_odds(rate) - log_odds(of_all.acceptance)
+            likely = [shift_rate(goes_on, unlike) for goes_on in of_all.goes_on] or [rate]
+            goes_on = tuple(self.drafts.rates_from(likely, CONTEXT_POSITIONS))
         bounds = self.distributions.bounds if self.distributions.has_spread else None
         divergence = 1.0 - agreement if bounds is None else bounds.divergence.middle
         return PairEstimate(lower, upper, rate, divergence, samples, goes_on, prior_positions, bounds)

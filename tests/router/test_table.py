@@ -335,6 +335,19 @@ def test_whether_errors_fall_together_is_learned_from_probes_and_from_checks(err
             assert rates.kept == pytest.approx(0.5, abs=0.04)
 
 
+def test_a_context_unlike_the_others_is_so_at_positions_it_never_reached_as_well() -> None:
+    """Checked in a chain of three only, where no draft of it is seen."""
+    table, rng = table_of("a", "b", "c"), random.Random(6)
+    for _ in range(600):
+        accepted = 0
+        while accepted < 4 and rng.random() < 0.5:
+            accepted += 1
+        table.observe_check(CheckSeen("b", "c", 4, accepted, 4))
+        kept = int(rng.random() < 0.9)
+        table.observe_check(CheckSeen("b", "c", 1, kept, 0, (Origin(Kind.EXTENDED),)), ("short digits", "greedy"))
+    assert min(table.snapshot(("short digits", "greedy")).draft_goes_on("b", "c", 4)) > 0.7
+
+
 def test_positions_that_a_context_never_reached_go_by_all() -> None:
     table = table_of("a", "b")
     for _ in range(400):
