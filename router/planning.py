@@ -18,7 +18,7 @@ from router.own_rates import Missing, OwnRates, Shifts, shifted
 from router.plan import Plan, split_cascade
 from router.plan_cache import PlanCache
 from router.planner import Found, Planner
-from router.probing import ENOUGH_SAMPLES, ProbeBudget, ProbePlan, choose_probe
+from router.probing import ENOUGH_SAMPLES, ProbeBudget, ProbePlan, choose_probe, has_room
 from router.replicas import Replicas
 from router.sequence import Holder
 from router.snapshot import TableSnapshot
@@ -205,6 +205,9 @@ class Planning:
     ) -> ProbePlan | None:
         """The probe that goes beside this round, if any; counted. None where the planner's choice is not asked for."""
         if not self._is_planned(speculation):
+            return None
+        if not has_room(self._budget, self._settings.explore):  # in nearly every round, so it costs nothing more
+            self._budget.record(None)
             return None
         models = [name for name in self._settings.models if name in holders]
         probe = choose_probe(

@@ -75,7 +75,7 @@ def choose_probe(
     `num_committed_outputs` counts its output so far (prompt positions are no fair sample of what is generated), `own`
     what was examined of it. `vague_pairs`: hardly known over all contexts.
     """
-    if not _has_room(budget, explore):
+    if not has_room(budget, explore):
         return None
     pairs = [pair for pair in snapshot.pairs if pair not in compared and set(pair) <= set(models)]
     if explore <= 0.0 or not pairs or num_committed_outputs < 1:
@@ -89,12 +89,13 @@ def choose_probe(
     probed = tuple(name for name in models[:-1] if any(name in pair for pair in wanted))
     count = min(num_committed_outputs - max(own.probed_len.get(name, 0) for name in probed), MOST_POSITIONS)
     least = FEWEST_POSITIONS if unknown else LEAST_POSITIONS
-    if count < least or not _has_room(budget, share):
+    if count < least or not has_room(budget, share):
         return None
     return ProbePlan(probed, count, snapshot.models[models[-1]].row_share)
 
 
-def _has_room(budget: ProbeBudget, share: float) -> bool:
+def has_room(budget: ProbeBudget, share: float) -> bool:
+    """Whether one more probe keeps within the share of rounds and of time."""
     if budget.probes == 0:
         return True
     return budget.probes + 1 <= share * (budget.rounds + 1) and budget.probes_s <= share * budget.rounds_s
