@@ -107,7 +107,7 @@ async def _meeting(report: Report) -> None:
 
 def rounds_of_pair(table: Mapping[str, Any], pair: tuple[str, str]) -> int:
     """Of all chains in which the two are neighbours."""
-    return sum(row["rounds"] for row in table["candidates"] if pair in set(pairwise(row["chain"])))
+    return sum(row["rounds"] for row in table["candidates"] if pair in pairs_of(row["chain"]))
 
 
 async def _until_chosen(client: EmulatedClient, report: Report) -> None:

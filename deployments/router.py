@@ -41,6 +41,8 @@ def settings_of(config: AppConfig) -> RouterSettings:
 
 def changed_settings(data: Mapping[str, Any], user_config: Mapping[str, Any]) -> RouterSettings:
     """Of an app's config, with other values in its section `router`. Raises ConfigError."""
+    if "remember" in user_config:
+        raise ConfigError("router.remember", "cannot change while the app runs: set it in the config file")
     given = {**data, "router": {**data.get("router", {}), **user_config}}
     return settings_of(parse_config(given, str(given.get("name", "app"))))
 

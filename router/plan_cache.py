@@ -39,8 +39,8 @@ class PlanCache:
     def __contains__(self, key: Hashable) -> bool:
         return key in self._made
 
-    @property
     def has_time(self) -> bool:
+        """Whether planning has kept within its share up to now."""
         now = self._clock()
         self._saved_s = min(MOST_SAVED_S, self._saved_s + SHARE * (now - self._looked_s))
         self._looked_s = now
@@ -51,7 +51,7 @@ class PlanCache:
         made, now = self._made.get(key), self._clock()
         if made is not None:
             age_s = now - made.at_s
-            if age_s <= FRESH_S or (age_s <= STALE_S and not self.has_time):
+            if age_s <= FRESH_S or (age_s <= STALE_S and not self.has_time()):
                 return made.plan
         started_s = self._work_clock()
         plan = make(None if made is None else made.plan)

@@ -178,8 +178,3 @@ class Planner:
 def _climbed(plan: Plan) -> tuple[int, ...]:
     windows = plan.windows if len(plan.chain) == 2 else plan.windows[:-1]
     return windows if plan.tail is None else (*windows, plan.tail.window)
-
-
-def predict(snapshot: TableSnapshot, plan: Plan) -> float:
-    """Mean time per committed token in ms."""
-    return Planner(snapshot, max(plan.windows, default=1)).predict(plan.chain, plan.windows, plan.tail)

@@ -12,13 +12,13 @@ from functools import partial
 from kvstate.protocol import Profile, Speculation, Timing, Top
 from router.checks import CheckSeen
 from router.driver import CATCH_UP
-from router.keys import EVERY, Context, Pair
+from router.keys import EVERY, Context
 from router.learned import NOTHING, Learned
 from router.own_rates import Missing, OwnRates, Shifts, shifted
 from router.plan import Plan, split_cascade
 from router.plan_cache import PlanCache
 from router.planner import Found, Planner
-from router.probing import ENOUGH_SAMPLES, ProbeBudget, ProbePlan, choose_probe, has_room
+from router.probing import ProbeBudget, ProbePlan, choose_probe
 from router.replicas import Replicas
 from router.sequence import Holder
 from router.snapshot import TableSnapshot
@@ -206,9 +206,6 @@ class Planning:
         """The probe that goes beside this round, if any; counted. None where the planner's choice is not asked for."""
         if not self._is_planned(speculation):
             return None
-        if not has_room(self._budget, self._settings.explore):  # in nearly every round, so it costs nothing more
-            self._budget.record(None)
-            return None
         models = [name for name in self._settings.models if name in holders]
         probe = choose_probe(
             self._budget,
@@ -218,15 +215,12 @@ class Planning:
             output_len,
             self._settings.explore,
             own,
-            self._vague_pairs(),
+            self.snapshot(),
         )
         self._budget.record(probe)
         if probe is not None:
             own.probed_len.update(dict.fromkeys(probe.models, output_len))
         return probe
-
-    def _vague_pairs(self) -> list[Pair]:
-        return [key for key, pair in self.snapshot().pairs.items() if pair.samples < ENOUGH_SAMPLES]
 
     def _is_planned(self, speculation: Speculation) -> bool:
         return speculation.mode == "auto" and self._settings.policy != "fixed"
@@ -255,7 +249,7 @@ class Planning:
     def _adaptive(self, models: tuple[str, ...], shifts: Shifts, missing: Missing, context: Context) -> Plan:
         """A request unlike all others goes by the plan of its context where there is no time for one of its own."""
         key = (models, shifts, missing, context)
-        if key not in self._plans and not self._plans.has_time:
+        if key not in self._plans and not self._plans.has_time():
             lacking = {name for name, _ in missing}
             key = (tuple(name for name in models if name == models[-1] or name not in lacking), (), (), context)
         return self._plans.get(key, partial(self._make, *key))

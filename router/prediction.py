@@ -45,6 +45,7 @@ class Prediction:
     def __init__(self, snapshot: TableSnapshot) -> None:
         self._snapshot = snapshot
         self._productions: dict[tuple[Chain, Windows, Tail | None], Production] = {}
+        self._drafts: dict[tuple[Chain, int, Tail | None], _Draft] = {}
         self._costs: dict[Chain, _CheckCost] = {}
 
     def ms_per_token(self, plan: Plan) -> float:
@@ -63,10 +64,7 @@ class Prediction:
         if len(plan.chain) != 2:
             return len(plan.chain) == 1
         checker = self._snapshot.models[plan.chain[1]]
-        draft = self._draft(*plan.chain, plan.windows[0])
-        if plan.tail is not None:
-            draft = self._with_tail(draft, plan.chain, plan.tail)
-        return draft.time_ms + checker.hop_ms < checker.base_ms
+        return self._whole_draft(plan.chain, plan.windows[0], plan.tail).time_ms + checker.hop_ms < checker.base_ms
 
     def busy_ms(self, plan: Plan) -> float:
         """Of a replica's time, what a committed token takes of the model that it takes most of: where many requests
@@ -111,9 +109,7 @@ class Prediction:
 
     def _first_check(self, chain: Chain, window: int, tail: Tail | None) -> Production:
         """Level 2 checks exactly what one draft brought: all that was asked for, or less where there was no guess."""
-        draft = self._draft(chain[0], chain[1], window)
-        if tail is not None:
-            draft = self._with_tail(draft, chain, tail)
+        draft = self._whole_draft(chain, window, tail)
         accepted = tuple(accumulate(draft.goes_on, mul, initial=1.0))
         ended = [
             so_far * min(1.0 - more_drafted, 1.0 - more_accepted)
@@ -123,6 +119,14 @@ class Prediction:
         corrected = [so_far - more - end for so_far, more, end in zip(accepted, accepted[1:], ended, strict=False)]
         check_ms = self._check_cost(chain).of(sum(draft.reached[1:]), sum(extended))
         return Production((*corrected, 0.0), extended, draft.time_ms + check_ms)
+
+    def _whole_draft(self, chain: Chain, window: int, tail: Tail | None) -> _Draft:
+        """What level 2 gets to check."""
+        key = (chain[:2], window, tail)
+        if key not in self._drafts:
+            draft = self._draft(chain[0], chain[1], window)
+            self._drafts[key] = draft if tail is None else self._with_tail(draft, chain, tail)
+        return self._drafts[key]
 
     def _draft(self, drafter: str, checker: str, window: int) -> _Draft:
         cost = self._snapshot.models[drafter]

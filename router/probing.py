@@ -67,21 +67,21 @@ def choose_probe(
     num_committed_outputs: int,
     explore: float,
     own: OwnRates,
-    vague_pairs: Collection[Pair] = (),
+    over_all: TableSnapshot | None = None,
 ) -> ProbePlan | None:
     """The probe that this round should carry, or None.
 
     `models` are those that hold the sequence, cheapest first, target last; `compared`: pairs that the round compares;
     `num_committed_outputs` counts its output so far (prompt positions are no fair sample of what is generated), `own`
-    what was examined of it. `vague_pairs`: hardly known over all contexts.
+    what was examined of it. `over_all`: the table over all contexts, where `snapshot` is of one.
     """
-    if not has_room(budget, explore):
+    if not _has_room(budget, explore):  # in nearly every round
         return None
     pairs = [pair for pair in snapshot.pairs if pair not in compared and set(pair) <= set(models)]
     if explore <= 0.0 or not pairs or num_committed_outputs < 1:
         return None
     unknown = [pair for pair in pairs if snapshot.pairs[pair].samples < FEW_SAMPLES]
-    vague = [pair for pair in pairs if pair in vague_pairs]
+    vague = [pair for pair in pairs if (over_all or snapshot).pairs[pair].samples < ENOUGH_SAMPLES]
     with_target = [(name, models[-1]) for name in models[:-1] if (name, models[-1]) in pairs]
     strange = [pair for pair in with_target if own.positions(pair) < _wanted_positions(snapshot.pairs[pair])]
     share = explore if unknown or vague or strange else explore / 2.0
@@ -89,12 +89,12 @@ def choose_probe(
     probed = tuple(name for name in models[:-1] if any(name in pair for pair in wanted))
     count = min(num_committed_outputs - max(own.probed_len.get(name, 0) for name in probed), MOST_POSITIONS)
     least = FEWEST_POSITIONS if unknown else LEAST_POSITIONS
-    if count < least or not has_room(budget, share):
+    if count < least or not _has_room(budget, share):
         return None
     return ProbePlan(probed, count, snapshot.models[models[-1]].row_share)
 
 
-def has_room(budget: ProbeBudget, share: float) -> bool:
+def _has_room(budget: ProbeBudget, share: float) -> bool:
     """Whether one more probe keeps within the share of rounds and of time."""
     if budget.probes == 0:
         return True

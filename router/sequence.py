@@ -66,7 +66,9 @@ class RunningSequence:
         return self.num_top if self.epoch % TOPS_EVERY == 0 else 0
 
     def keep_tops(self, tops: Sequence[Top]) -> None:
-        """Those of the target's verdict, whose tokens follow the committed ones."""
+        """Those of the target's verdict, whose tokens follow the committed ones; in most rounds none."""
+        if not tops:
+            return
         end = len(self.tokens) + len(tops)
         self.target_tops.update(enumerate(tops, len(self.tokens)))
         self.target_tops = {p: top for p, top in self.target_tops.items() if p >= end - MOST_TOPS}

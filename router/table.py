@@ -88,7 +88,9 @@ class _Pair:
             unlike = log_odds(rate) - log_odds(of_all.acceptance)
             likely = [shift_rate(goes_on, unlike) for goes_on in of_all.goes_on] or [rate]
             goes_on = tuple(self.drafts.rates_from(likely, CONTEXT_POSITIONS))
-        bounds = self.distributions.bounds if self.distributions.has_spread else None
+        bounds = None if of_all is None else of_all.bounds
+        if self.distributions.has_spread:
+            bounds = self.distributions.bounds
         divergence = 1.0 - agreement if bounds is None else bounds.divergence.middle
         return PairEstimate(lower, upper, rate, divergence, samples, goes_on, prior_positions, bounds)
 

@@ -28,6 +28,7 @@ def test_values_given_while_it_runs_win_and_others_stay() -> None:
         ({"exlpore": 0.1}, "router.exlpore"),
         ({"slo_ms_per_token": 0}, "router.slo_ms_per_token"),
         ({"policy": "fixed"}, "router.chain"),
+        ({"remember": False}, "router.remember"),
         ({"chain": ["m8b", "m70b"]}, "router.chain"),
     ],
 )

@@ -13,7 +13,6 @@ from benchmarks.oracle import Level, best_by_length, ms_per_token
 from router.checks import Kind, origins_of
 from router.plan import Plan, Tail
 from router.planner import Found, Planner
-from router.planner import predict as predict_plan
 from router.prediction import Prediction
 from router.renewal import Rates
 from router.snapshot import ModelCost, PairEstimate, TableSnapshot
@@ -45,6 +44,10 @@ def random_levels(rng: random.Random, num_levels: int) -> list[Level]:
         Level(base, agreement, rng.uniform(0, 0.03) * base, rng.uniform(0, 0.03) * base, rng.uniform(0.1, 1.0))
         for base, agreement in zip(bases, agreements, strict=True)
     ]
+
+
+def predict_plan(snapshot: TableSnapshot, plan: Plan) -> float:
+    return Planner(snapshot, 16).predict(plan.chain, plan.windows, plan.tail)
 
 
 def predict(snapshot: TableSnapshot, chain: Sequence[str], windows: Sequence[int]) -> float:

@@ -254,7 +254,10 @@ def test_models_hardly_known_are_probed_first_and_then_all() -> None:
 
     def probed(vague_pairs: list[tuple[str, str]]) -> tuple[str, ...]:
         budget.rounds, budget.rounds_s = budget.rounds + 100.0, 100.0
-        probe = choose_probe(budget, table.snapshot(), models, [("c", "d")], 100, 0.05, OwnRates(), vague_pairs)
+        snapshot = table.snapshot()
+        known = {key: replace(pair, samples=10 if key in vague_pairs else 900) for key, pair in snapshot.pairs.items()}
+        over_all = replace(snapshot, pairs=known)
+        probe = choose_probe(budget, snapshot, models, [("c", "d")], 100, 0.05, OwnRates(), over_all)
         assert probe is not None
         budget.record(probe)
         return probe.models
