@@ -285,7 +285,7 @@ class RouterCore:
         sent = self._outbound.to_coordinator(admit)
         if not sent and len(self._admissions) > self._settings.max_queue:
             future.set_exception(Refused(429, "the queue is full: retry later", RETRY_AFTER_S))
-        self.planning.replicas.open.update(expected.values())  # so that many that come at once do not all go there
+        self.planning.replicas.opened(expected, ())  # so that many that come at once do not all go there
         try:
             answer = await future
         except BaseException:
