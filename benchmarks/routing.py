@@ -7,6 +7,7 @@ classes   requests of three kinds with opposite best chains, mixed.
 drift     agreement and speed of a level change live in the middle of traffic; `--plot FILE` draws one such run.
 none      speculation does not pay: useless drafters; a full batch of a compute-bound target.
 pairs     the divergence of all pairs of levels, and a pair chosen that never ran.
+laptop    real weights and prompts (`--prompts`), adaptive beside each static chain.
 cpu       the router's processor time per hop, everybody else being played (benchmarks/router_cpu.py).
 
 Exit code 1 where a figure falls short of its target. docs/benchmarks.md says how each figure is measured.
@@ -31,6 +32,7 @@ from benchmarks.report import Report
 from benchmarks.router_cpu import router_cpu
 from benchmarks.routing_classes import classes
 from benchmarks.routing_drift import drift
+from benchmarks.routing_laptop import laptop
 from benchmarks.routing_load import SETTINGS, load
 from benchmarks.routing_none import none
 from benchmarks.routing_pairs import pairs
@@ -149,6 +151,13 @@ def _pairs(report: Report, _: argparse.Namespace) -> None:
     asyncio.run(pairs(report))
 
 
+def _laptop(report: Report, arguments: argparse.Namespace) -> None:
+    if arguments.prompts is None:
+        report.add("laptop: left out, no --prompts", "")
+        return
+    laptop(report, arguments.prompts, arguments.repeats)
+
+
 def _cpu(report: Report, _: argparse.Namespace) -> None:
     router_cpu(report)
 
@@ -159,6 +168,7 @@ PARTS = {
     "load": _load,
     "classes": _classes,
     "drift": _drift,
+    "laptop": _laptop,
     "none": _none,
     "pairs": _pairs,
 }
@@ -169,6 +179,8 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=sorted(PARTS), default=sorted(PARTS))
     parser.add_argument("--tables", type=int, default=500)
     parser.add_argument("--concurrency", type=int, nargs="+", choices=sorted(SETTINGS), default=sorted(SETTINGS))
+    parser.add_argument("--prompts", type=Path, help="JSONL with question_id, category and turns, for `laptop`")
+    parser.add_argument("--repeats", type=int, default=3, help="of `laptop`")
     parser.add_argument("--plot", type=Path, help="PNG of the run with drift; needs matplotlib")
     arguments = parser.parse_args()
     report = Report()

@@ -82,6 +82,12 @@ after bias, penalties and masks. Empty where unknown.
 """
 
 
+Guesses = tuple[tuple[int, float], ...]
+"""The tokens that a drafter holds likeliest to be the target's at one position, its own sample first, then falling:
+each with the probability that it is, as the drafter itself has it.
+"""
+
+
 class Speculation(Value, frozen=True):
     """A request's wish: `auto` lets the planner choose, `off` is the target alone, `fixed` names chain and windows.
 
@@ -304,7 +310,7 @@ class Draft(Message, frozen=True):
     """Continue the sequence by `count` own samples. `count` 0 only computes KV (a drafter's prefill).
 
     `stop_below`: a model that knows how likely its samples are right ends the draft where all of it together would be
-    right with a smaller probability.
+    right with a smaller probability. `num_guesses`: how many tokens it states for each position.
     """
 
     seq: int
@@ -314,11 +320,14 @@ class Draft(Message, frozen=True):
     tokens: tuple[int, ...]
     count: int
     stop_below: float = 0.0
+    num_guesses: int = 0
 
 
 class Check(Message, frozen=True):
     """Compare the last `count` tokens with own samples, keep the equal ones, add the own token after them.
 
+    `parents`: where the checked tokens are a tree, for each of them the index among them of the one that it follows,
+    smaller than its own, or −1 where it follows the token before them all. Empty: each follows the one before it.
     `count` 0 is a plain decoding step, and the prefill of a new sequence. `logprobs` as in `OpenRequest`; `num_top`:
     how many likeliest tokens each row states, for estimates. Only the target is asked for either.
     """
@@ -331,6 +340,7 @@ class Check(Message, frozen=True):
     count: int
     logprobs: int = -1
     num_top: int = 0
+    parents: tuple[int, ...] = ()
 
 
 class Probe(Message, frozen=True):
@@ -357,7 +367,10 @@ class Opened(Message, frozen=True):
 
 
 class Drafted(Message, frozen=True):
-    """`tokens`: at most `count` samples; fewer where the model has no guess (n-gram) or sampled one that ends it."""
+    """`tokens`: at most `count` samples; fewer where the model has no guess (n-gram) or sampled one that ends it.
+
+    `guesses`: of each token's position, if asked for.
+    """
 
     seq: int
     key: Key
@@ -365,12 +378,14 @@ class Drafted(Message, frozen=True):
     committed_len: int
     kv_len: int
     timing: Timing
+    guesses: tuple[Guesses, ...] = ()
 
 
 class Verdict(Message, frozen=True):
     """`num_accepted` of the checked tokens equal own samples; `own_token` is the sample after them.
 
-    `logprobs` and `tops`: of the accepted tokens and the own one, if asked for.
+    `logprobs` and `tops`: of the accepted tokens and the own one, if asked for. `path`: of a tree, the indices of the
+    accepted tokens among the checked ones, in order.
     """
 
     seq: int
@@ -382,6 +397,7 @@ class Verdict(Message, frozen=True):
     timing: Timing
     logprobs: tuple[Logprobs, ...] = ()
     tops: tuple[Top, ...] = ()
+    path: tuple[int, ...] = ()
 
 
 class Probed(Message, frozen=True):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvstate.protocol import Logprobs, Sampling, Top
+from kvstate.protocol import Guesses, Logprobs, Sampling, Top
 
 
 @dataclass(slots=True)
@@ -27,6 +27,16 @@ class TopSink:
     rows: list[Top] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class GuessSink:
+    """Takes the `num_guesses` likeliest tokens of each sampled row, in order, the sample first; nothing at rows without
+    a sample.
+    """
+
+    num_guesses: int
+    rows: list[Guesses] = field(default_factory=list)
+
+
 @dataclass(frozen=True, slots=True)
 class Slice:
     """The rows of one sequence in one forward: positions `start` … `end` − 1, KV below `start` being computed.
@@ -36,7 +46,7 @@ class Slice:
     prompt_len   how many of the tokens are the prompt
     block_ids    KV blocks of the sequence, enough for `end` − `first` positions; position p lives in
                  block_ids[(p − first) // block_tokens]
-    logprobs     filled by the forward, where somebody wants them; `tops` likewise
+    logprobs     filled by the forward, where somebody wants them; `tops` and `guesses` likewise
     first        the model reads the sequence from this position on, as if it began there
     stop_below   a backend that knows how likely its samples are the target's gives None once all drafted so far are
                  right together with a smaller probability
@@ -53,6 +63,7 @@ class Slice:
     stop_below: float = 0.0
     first: int = 0
     tops: TopSink | None = None
+    guesses: GuessSink | None = None
 
 
 class Backend(Protocol):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from kvstate.protocol import Logprobs
+from kvstate.protocol import Guesses, Logprobs
 from models.backend import Slice
 from models.hashing import ROOT, mix, mix_text, unit
 
@@ -54,6 +54,11 @@ class Guess:
     token: int
     confidence: float
     second: int
+
+    @property
+    def both(self) -> Guesses:
+        """The second letter is the reference in half of the cases in which the first is not."""
+        return (self.token, self.confidence), (self.second, 0.5 * (1.0 - self.confidence))
 
 
 def reference(prefix_hash: int) -> int:
@@ -184,10 +189,13 @@ class EmulatedBackend:
             if position >= slice_.sample_from:
                 index = position + 1 - slice_.prompt_len
                 may_end = not slice_.sampling.forbids(EOS, index)
-                token = self._sample(prefix_hash, index if may_end else None, agreement)
+                guessed = self._guess(prefix_hash, index if may_end else None, agreement)
+                token = guessed.token
                 samples.append(token)
                 if slice_.logprobs is not None:
                     slice_.logprobs.rows.append(Logprobs(0.0, ((token, 0.0),)[: slice_.logprobs.num_top]))
+                if slice_.guesses is not None:
+                    slice_.guesses.rows.append(guessed.both[: slice_.guesses.num_guesses])
                 if slice_.tops is not None:
                     slice_.tops.rows.append(((token, 1.0),))
         return samples
@@ -204,8 +212,8 @@ class EmulatedBackend:
             prefix_hash = mix(prefix_hash, token)
         return prefix_hash
 
-    def _sample(self, prefix_hash: int, output_index: int | None, agreement: float) -> int:
+    def _guess(self, prefix_hash: int, output_index: int | None, agreement: float) -> Guess:
         """`output_index` is None where the text may not end."""
         if output_index is not None and output_index == self._spec.eos_after:
-            return EOS
-        return guess(prefix_hash, agreement, self._voice).token
+            return Guess(EOS, 1.0, reference(prefix_hash))
+        return guess(prefix_hash, agreement, self._voice)

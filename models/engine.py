@@ -358,7 +358,7 @@ class Engine:
         span, blocks = (task.start, end, min(end, task.next_sample)), self._blocks.blocks(state.seq)
         stop_below = 0.0 if isinstance(task.step, Check) else task.step.stop_below
         known = (state.prompt_len, blocks, state.sampling)
-        return Slice(state.tokens, *span, *known, task.logprobs, stop_below, first, task.tops)
+        return Slice(state.tokens, *span, *known, task.logprobs, stop_below, first, task.tops, task.guesses)
 
     def _make_room(self, seq: int, num_tokens: int, in_batch: set[int]) -> bool:
         """Blocks for `num_tokens` positions, taken from sequences outside the batch if need be.

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvstate.protocol import Sampling
+from kvstate.protocol import Guesses, Sampling
 from models.backend import Slice
 from models.lookup import FollowerMemory, Guess, HitRates, SuffixIndex
 
@@ -82,6 +82,8 @@ class NgramBackend:
                     sequence.run = 1.0
                     sequence.opened.clear()
                 samples.append(self._sample(sequence, rates, slice_.stop_below))
+                if slice_.guesses is not None and samples[-1] is not None:
+                    slice_.guesses.rows.append(_stated(sequence.opened[-1], rates, slice_.guesses.num_guesses))
                 if slice_.tops is not None:
                     slice_.tops.rows.append(() if samples[-1] is None else ((samples[-1], 1.0),))
         sequence.drafted = samples[-1] if samples else None
@@ -135,6 +137,14 @@ class NgramBackend:
             return None
         sequence.run *= rates.rate(guesses[0].kind)
         return guesses[0].token if sequence.run >= stop_below else None
+
+
+def _stated(guesses: Sequence[Guess], rates: HitRates, num_guesses: int) -> Guesses:
+    """The best guess of each token, as often right as its kind was."""
+    best: dict[int, float] = {}
+    for guess in guesses:
+        best.setdefault(guess.token, rates.rate(guess.kind))
+    return tuple(best.items())[:num_guesses]
 
 
 def _regime(sampling: Sampling) -> int:

@@ -12,11 +12,14 @@ from collections.abc import Sequence
 import torch
 from msgspec.structs import replace
 
-from kvstate.protocol import Logprobs, Sampling, Top
+from kvstate.protocol import Guesses, Logprobs, Sampling, Top
 from models import noise
 from models.processing import NEUTRAL, Row, process
 
 GREEDY_BELOW = 1e-5
+_LIKELY = 32
+"""Tokens among which the best after the sample is looked for: a likely token's noise rarely lets another one in."""
+
 _HEAD = 1024
 """top_p sorts only this many candidates where they hold the wanted mass: sorting a whole vocabulary takes ms."""
 
@@ -67,6 +70,31 @@ def tops(logits: torch.Tensor, rows: Sequence[Row], num_top: int) -> list[Top]:
     probabilities = torch.exp(best.values - torch.logsumexp(scores, dim=-1, keepdim=True))
     found = zip(best.indices.tolist(), probabilities.tolist(), strict=True)
     return [tuple(pair for pair in zip(*row, strict=True) if pair[1] > 0.0) for row in found]
+
+
+def guesses(logits: torch.Tensor, rows: Sequence[Row], samples: Sequence[int], num_guesses: int) -> list[Guesses]:
+    """The tokens of best score, noise included, at each row of `logits` [R, V], the row's sample first.
+
+    How probable each is comes from the margins between their scores: the softmax over those stated, two at least.
+    """
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    count = max(2, num_guesses)
+    return [
+        _best(_sampled_scores(logits[index], row), row, token, count)[:num_guesses]
+        for index, (row, token) in enumerate(zip(rows, samples, strict=True))
+    ]
+
+
+def _best(scores: torch.Tensor, row: Row, token: int, count: int) -> Guesses:
+    """Of the likely tokens of one row [V] and its sample, which may not be one of them."""
+    ids = torch.topk(scores, min(_LIKELY, scores.shape[0])).indices
+    ids = torch.cat((ids[ids != token], torch.tensor([token], device=ids.device)))
+    perturbed = scores[ids].double()
+    if not is_greedy(row.sampling):
+        perturbed = perturbed + noise.gumbel(row.sampling.seed, row.position, ids).double()
+    best = torch.topk(perturbed, min(count, len(ids)))
+    found = zip(ids[best.indices].tolist(), torch.softmax(best.values, dim=0).tolist(), strict=True)
+    return tuple(sorted((pair for pair in found if pair[1] > 0.0), key=lambda pair: (pair[0] != token, -pair[1])))
 
 
 def _sampled_scores(logits: torch.Tensor, row: Row) -> torch.Tensor:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from kvstate.protocol import Check, Draft, Drafted, Probe, Probed, Step, StepReply, Timing, Verdict
 from kvstate.sequence import SequenceState
-from models.backend import LogprobSink, TopSink
+from models.backend import GuessSink, LogprobSink, TopSink
 
 
 @dataclass(slots=True)
@@ -28,6 +28,7 @@ class Task:
     samples: list[int | None] = field(default_factory=list)
     logprobs: LogprobSink | None = None
     tops: TopSink | None = None
+    guesses: GuessSink | None = None
     batches: int = 0
     rows: int = 0
     sequences: int = 0
@@ -77,7 +78,8 @@ def start_task(sender: object, step: Step, state: SequenceState, now_s: float) -
     assert next_sample >= 0, step
     num_likeliest = 0 if isinstance(step, Draft) else step.num_top
     tops = TopSink(num_likeliest) if num_likeliest > 0 else None
-    return Task(sender, step, state, now_s, next_sample, rows_end, logprobs=sink, tops=tops)
+    guesses = GuessSink(step.num_guesses) if isinstance(step, Draft) and step.num_guesses > 0 else None
+    return Task(sender, step, state, now_s, next_sample, rows_end, logprobs=sink, tops=tops, guesses=guesses)
 
 
 def is_overtaken(task: Task) -> bool:
@@ -116,7 +118,8 @@ def finish(task: Task) -> tuple[StepReply, int]:
             return _verdict(task, step)
         case Draft():
             drafted = tuple(t for t in task.samples if t is not None)
-            return Drafted(state.seq, step.key, drafted, state.committed_len, state.kv_len, task.timing()), 0
+            lengths, guesses = (state.committed_len, state.kv_len), () if task.guesses is None else task.guesses.rows
+            return Drafted(state.seq, step.key, drafted, *lengths, task.timing(), tuple(guesses)), 0
         case Probe(committed_len=committed_len, count=count):
             lengths, samples = (state.committed_len, state.kv_len), tuple(task.samples)
             tops = () if task.tops is None else tuple(task.tops.rows)

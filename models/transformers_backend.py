@@ -20,7 +20,7 @@ from models.kv_cache import AnyCache, KVCache, Pack, States, make_cache, pack_ro
 from models.lean_decoder import LeanDecoder, lean_decoder
 from models.linears import replace_linears, why_not
 from models.processing import Row
-from models.sampling import logprobs, sample, tops
+from models.sampling import guesses, logprobs, sample, tops
 from models.tokenizer import read_end_ids, read_fingerprint
 
 log = logging.getLogger(__name__)
@@ -131,6 +131,9 @@ class TransformersBackend:
                 s.logprobs.rows.extend(logprobs(logits[first:last], tokens[first:last], s.logprobs.num_top))
             if s.tops is not None:
                 s.tops.rows.extend(tops(logits[first:last], rows[first:last], s.tops.num_top))
+            if s.guesses is not None:
+                num_guesses = s.guesses.num_guesses
+                s.guesses.rows.extend(guesses(logits[first:last], rows[first:last], tokens[first:last], num_guesses))
             first = last
         return samples
 

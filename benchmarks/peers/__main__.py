@@ -56,6 +56,8 @@ APPS: dict[str, list[dict[str, Any]]] = {
     "levels": [NGRAM, INT4_DRAFTER, TARGET],
     "levels-fixed": [NGRAM, INT4_DRAFTER, TARGET],
     "levels-cascade": [NGRAM, INT4_DRAFTER, TARGET],
+    "levels-int4": [NGRAM, INT4_DRAFTER, TARGET],
+    "laptop-fixed": [NGRAM, TARGET],
 }
 AFRESH: dict[str, Any] = {"kv": {"prefix_cache": False}, "router": {"remember": False}}
 OFF, AUTO = {"mode": "off"}, {"mode": "auto"}
@@ -64,6 +66,8 @@ SERVED: dict[str, tuple[str, dict[str, Any]]] = {
     "adaptive": ("laptop", AUTO),
     "int4": ("int4", OFF),
     "adaptive-of-three": ("levels", AUTO),
+    "ngram-bf16": ("laptop-fixed", {"mode": "fixed", "chain": ["ngram", "target"]}),
+    "int4-bf16": ("levels-int4", {"mode": "fixed", "chain": ["int4", "target"]}),
     "ngram-int4-bf16": ("levels-fixed", {"mode": "fixed", "chain": ["ngram", "int4", "target"]}),
     "int4+ngram-bf16": ("levels-cascade", {"mode": "fixed", "chain": ["int4+ngram", "target"]}),
 }

@@ -3,11 +3,12 @@
 import random
 import statistics
 import time
+from dataclasses import replace
 
 import pytest
 
 from kvstate.protocol import Sampling
-from models.backend import Slice
+from models.backend import GuessSink, Slice
 from models.emulated import EOS, AgreementByPrompt, EmulatedBackend, EmulateSpec, Voice, guess, reference
 from models.hashing import ROOT, mix
 
@@ -150,3 +151,17 @@ def test_two_milliseconds_mean_two() -> None:
         took.append((time.perf_counter() - started) * 1e3)
     assert min(took) >= 2.0
     assert sorted(took)[15] < 2.05
+
+
+def test_guesses_state_the_sample_with_its_confidence_and_a_second_letter_right_half_of_the_time() -> None:
+    tokens, sink = list(b"any text that is long enough to tell one rate from another ") * 20, GuessSink(2)
+    model = backend(EmulateSpec(1.0, 0.7, errors="own", confidence_spread=0.2), num_blocks=512)
+    [samples] = model.forward([replace(rows(tokens, 0, list(range(512))), guesses=sink)])
+    right = target_letters(tokens)
+    assert [stated[0][0] for stated in sink.rows] == samples
+    confidences = [stated[0][1] for stated in sink.rows]
+    assert 0.5 <= min(confidences) <= max(confidences) <= 0.9
+    assert statistics.fmean(confidences) == pytest.approx(0.7, abs=0.02)
+    wrong = [(stated, r) for stated, r in zip(sink.rows, right, strict=True) if stated[0][0] != r]
+    seconds = [stated[1][0] == r for stated, r in wrong]
+    assert statistics.fmean(seconds) == pytest.approx(0.5, abs=0.08)

@@ -4,7 +4,7 @@ import random
 from dataclasses import replace
 
 from kvstate.protocol import Sampling
-from models.backend import Slice, TopSink
+from models.backend import GuessSink, Slice, TopSink
 from models.lookup import HitRates
 from models.ngram import NgramBackend
 
@@ -154,3 +154,14 @@ def test_guesses_of_an_ended_sequence_are_not_judged_by_the_next_one() -> None:
     model.forward([slice_of([7, 8, 9, 7, 8], 0, 4)])  # guesses 9 for position 5, and ends
     model.forward([slice_of([3, 4, 5, 6, 3, 4, 5, 6], 0, 8)])  # another prompt in its block
     assert model._rates[0].rate(("match", 2)) == HitRates().rate(("match", 2))
+
+
+def test_stated_guesses_are_those_known_best_first_and_none_where_nothing_was_drafted() -> None:
+    sink = GuessSink(2)
+    model = make()
+    model.forward([replace(slice_of([1, 2, 3], 0, 2), guesses=sink)])
+    model.forward([replace(slice_of([1, 2, 3, 1, 2, 4, 2, 4, 1, 2], 3, 9), guesses=sink)])
+    [stated] = sink.rows
+    assert stated[0][0] == 4
+    assert [rate for _, rate in stated] == sorted((rate for _, rate in stated), reverse=True)
+    assert len({token for token, _ in stated}) == len(stated)

@@ -8,7 +8,7 @@ import torch
 
 from kvstate.protocol import Sampling
 from models.processing import Row
-from models.sampling import sample, tops
+from models.sampling import guesses, sample, tops
 
 LOGITS = torch.tensor([1.0, -0.5, 2.0, 0.3, -1.2, 0.0, 1.5, -2.0])
 CHI_SQUARE_999 = {2: 13.816, 3: 16.266, 7: 24.322}
@@ -117,3 +117,31 @@ def test_tops_of_each_row_follow_its_own_settings_and_context() -> None:
     found = tops(LOGITS.expand(3, -1), rows, 2)
     assert [[token for token, _ in top] for top in found] == [[2, 6], [6, 0], [2, 6]]
     assert tops(LOGITS[None][:0], [], 2) == []
+
+
+def test_guesses_begin_with_the_sample_and_fall_with_the_margin_of_scores() -> None:
+    greedy, hot = Sampling(), Sampling(temperature=1.0, seed=9)
+    rows = [Row(4, greedy), Row(5, hot), Row(6, hot)]
+    logits = LOGITS.expand(3, -1)
+    samples = sample(logits, rows)
+    stated = guesses(logits, rows, samples, 3)
+    assert [row[0][0] for row in stated] == samples
+    assert [token for token, _ in stated[0]] == [2, 6, 0]
+    weights = np.exp([2.0, 1.5, 1.0])
+    assert [p for _, p in stated[0]] == pytest.approx(list(weights / weights.sum()))
+    for row in stated:
+        assert [p for _, p in row] == sorted((p for _, p in row), reverse=True)
+
+
+def test_a_single_guess_knows_its_margin_to_the_next_one() -> None:
+    [[(token, probability)]] = guesses(LOGITS[None], [Row(0, Sampling())], [2], 1)
+    assert (token, probability) == (2, pytest.approx(1.0 / (1.0 + np.exp(-0.5))))
+
+
+def test_only_tokens_that_can_be_sampled_are_guessed() -> None:
+    sampling = Sampling(temperature=1.0, top_k=2, seed=3)
+    [token] = sample(LOGITS[None], [Row(7, sampling)])
+    [stated] = guesses(LOGITS[None], [Row(7, sampling)], [token], 4)
+    assert {token for token, _ in stated} == {2, 6}
+    only = Sampling(top_k=1, temperature=1.0)
+    assert guesses(LOGITS[None], [Row(7, only)], [2], 4) == [((2, 1.0),)]
