@@ -16,6 +16,7 @@ from pydantic_core import PydanticCustomError
 
 from cluster.config_errors import ConfigError, translate
 from cluster.config_rules import check_chain, check_models, check_names, refuse_unsupported
+from router.plan import GROUP
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
 EnvName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
@@ -23,6 +24,7 @@ Share = Annotated[float, Field(ge=0.0, le=1.0)]
 NotNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
+Group = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
 
 
 class Section(BaseModel):
@@ -135,11 +137,13 @@ AnyModel = Annotated[TransformersModel | NgramModel | EmulatedModel, Field(discr
 
 class RouterConfig(Section):
     policy: Literal["adaptive", "fixed"] = "adaptive"
-    chain: Annotated[tuple[str | list[str], ...], Field(strict=False)] | None = None
+    chain: Annotated[tuple[str | Group, ...], Field(strict=False)] | None = None
     windows: Annotated[tuple[Count, ...], Field(strict=False)] | None = None
     explore: Share = 0.05
     max_window: Count = 16
     slo_ms_per_token: Positive | None = None
+    cooperate: Count = 3
+    draft_ahead: bool = True
     remember: bool = True
 
 
@@ -201,9 +205,9 @@ class AppConfig(Section):
 
     @property
     def fixed_chain(self) -> tuple[str, ...] | None:
-        """The chain of policy `fixed`, None where the router plans it."""
+        """The chain of policy `fixed`, None where the router plans it; the names of a group joined by GROUP."""
         chain = self.router.chain
-        return None if chain is None else tuple(name for name in chain if isinstance(name, str))
+        return None if chain is None else tuple(e if isinstance(e, str) else GROUP.join(e) for e in chain)
 
 
 def load_config(path: str | Path) -> AppConfig:

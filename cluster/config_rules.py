@@ -1,8 +1,10 @@
 """Rules between keys, and the one list of what this release does not support. Raises ConfigError, returns nothing."""
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from cluster.config_errors import ConfigError, nearest
+from router.plan import members_of
 
 if TYPE_CHECKING:
     from cluster.config import AppConfig, Model
@@ -19,11 +21,6 @@ def refuse_unsupported(config: "AppConfig") -> None:
             raise _unsupported(f"{path}.compile", "use auto or off")
         if not isinstance(model.replicas, int):
             raise _unsupported(f"{path}.replicas", "as a range; give a number")
-        if index and config.levels[model.name] == config.levels[config.models[index - 1].name]:
-            raise _unsupported(f"{path}.level", "several models of one level; give each its own")
-    for index, element in enumerate(config.router.chain or ()):
-        if not isinstance(element, str):
-            raise _unsupported(f"router.chain[{index}]", "cooperating drafters; give one name")
     if config.security.tls is not None:
         raise _unsupported("security.tls", "leave it out")
 
@@ -66,15 +63,34 @@ def check_chain(config: "AppConfig") -> None:
 
 def _check_chain_names(config: "AppConfig", chain: tuple[str, ...]) -> None:
     levels = config.levels
-    for index, name in enumerate(chain):
-        if name not in levels:
-            raise ConfigError(
-                f"router.chain[{index}]", f"no model {name!r}; nearest valid name: {nearest(name, levels)}"
-            )
-        if index and levels[name] <= levels[chain[index - 1]]:
-            raise ConfigError(f"router.chain[{index}]", f"{name} must come before {chain[index - 1]}: cheapest first")
+    for index, element in enumerate(chain):
+        names = members_of(element)
+        for name in names:
+            if name not in levels:
+                raise ConfigError(
+                    f"router.chain[{index}]", f"no model {name!r}; nearest valid name: {nearest(name, levels)}"
+                )
+            if index and levels[name] <= levels[members_of(chain[index - 1])[0]]:
+                raise ConfigError(
+                    f"router.chain[{index}]", f"{name} must come before {chain[index - 1]}: cheapest first"
+                )
+        if (fault := group_fault(names, levels, is_first=index == 0)) is not None:
+            raise ConfigError(f"router.chain[{index}]", fault)
     if not chain or chain[-1] != config.target.name:
         raise ConfigError("router.chain", f"must end with the target, {config.target.name}")
+
+
+def group_fault(names: Sequence[str], levels: Mapping[str, int], *, is_first: bool) -> str | None:
+    """Why these models cannot stand in one place of a chain, and what to do; None if they can."""
+    if len(names) == 1:
+        return None
+    if not is_first:
+        return "only drafters cooperate, which stand first; give one name here"
+    if len(set(names)) < len(names):
+        return "names a drafter twice; name each once"
+    if len({levels[name] for name in names}) > 1:
+        return f"{', '.join(names)} are of different levels; give cooperating drafters the same `level`"
+    return None
 
 
 def _check_levels(config: "AppConfig") -> None:

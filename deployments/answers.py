@@ -14,6 +14,7 @@ from deployments.logprobs import Entry, LogprobWriter
 from deployments.openai_api import ApiError, Generation
 from kvstate.protocol import FinishReason, OpenRequest, SpecMetrics
 from models.tokenizer import Tokenizer
+from router.plan import stated
 
 
 def spec_metrics(metrics: SpecMetrics) -> dict[str, object]:
@@ -28,7 +29,7 @@ def spec_metrics(metrics: SpecMetrics) -> dict[str, object]:
             "num_draft_tokens": metrics.draft_tokens,
             "num_accepted_draft_tokens": metrics.accepted_draft_tokens,
             "acceptance_histogram": list(metrics.histogram),
-            "chain": list(metrics.chain),
+            "chain": [stated(element) for element in metrics.chain],
             "rounds": metrics.rounds,
         }
     }

@@ -25,7 +25,7 @@ def build_backend(config: AppConfig, name: str, *, on_own_thread: bool = False) 
     model = next(m for m in config.models if m.name == name)
     match model:
         case EmulatedModel():
-            rank = config.levels[name]
+            rank = [m.name for m in config.models].index(name)  # alternatives of one level err differently
             return EmulatedBackend(name, rank, emulate_spec(model.emulate), EMULATED_BLOCKS, config.kv.block_tokens)
         case NgramModel():
             return _ngram(config)

@@ -59,7 +59,7 @@ class Translator:
             )
         self._check_ids(body)
         wish = body.speculation
-        speculation = Speculation(wish.mode, tuple(wish.chain), tuple(wish.windows))
+        speculation = Speculation(wish.mode, wish.elements, tuple(wish.windows))
         stops = frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else self.tokenizer.stop_ids)
         sampling, stop_ids = self._sampling(body, stops), tuple(sorted(stops))
         limits = (wanted or rest, stop_ids, http.deadline_s)

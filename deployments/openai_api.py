@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cluster.config import AppConfig
-from router.plan import split_cascade
+from cluster.config_rules import group_fault
+from router.plan import GROUP, members_of, split_cascade
 
 NOT_SERVED = frozenset(
     {
@@ -79,8 +80,13 @@ class StreamOptions(Body):
 
 class SpeculationBody(Body):
     mode: Literal["auto", "off", "fixed"] = "auto"
-    chain: list[str] = []
+    chain: list[str | Annotated[list[str], Field(min_length=1)]] = []
     windows: Annotated[list[Annotated[int, Field(ge=1, le=MOST_WINDOW)]], Field(max_length=64)] = []
+
+    @property
+    def elements(self) -> tuple[str, ...]:
+        """The chain, the names of drafters that cooperate joined by GROUP."""
+        return tuple(element if isinstance(element, str) else GROUP.join(element) for element in self.chain)
 
 
 class TextPart(Body):
@@ -234,18 +240,24 @@ def _check_combinations(body: Generation) -> None:
 
 
 def _check_speculation(wish: SpeculationBody, config: AppConfig) -> None:
-    names = [model.name for model in config.models]
+    names, levels = [model.name for model in config.models], config.levels
     if wish.mode != "fixed":
         if wish.chain or wish.windows:
             raise ApiError(400, "speculation.chain and windows need mode fixed", "speculation.mode")
         return
-    first, tail = split_cascade(wish.chain[0]) if wish.chain else ("", None)
-    chain = [*([tail] if tail else []), first, *wish.chain[1:]]
+    first, tail = split_cascade(wish.elements[0]) if wish.chain else ("", None)
+    elements = [*([tail] if tail else []), first, *wish.elements[1:]]
+    chain = [name for element in elements for name in members_of(element)]
     if chain[-1] != names[-1] or any(name not in names for name in chain):
         raise ApiError(
             400, f"speculation.chain must end with {names[-1]!r} and name models of {names}", "speculation.chain"
         )
-    if [name for name in names if name in chain] != chain or (tail and len(wish.chain) == 1):
+    for place, element in enumerate(elements):
+        fault = group_fault(members_of(element), levels, is_first=place == (tail is not None))
+        if fault is not None:
+            raise ApiError(400, f"speculation.chain: {fault}", "speculation.chain")
+    first_levels = [levels[members_of(element)[0]] for element in elements]
+    if sorted(set(first_levels)) != first_levels or (tail and len(wish.chain) == 1):
         raise ApiError(400, "speculation.chain must go from cheapest to target, each once", "speculation.chain")
     if wish.windows and len(wish.windows) != len(wish.chain) - 1:
         raise ApiError(

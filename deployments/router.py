@@ -35,6 +35,8 @@ def settings_of(config: AppConfig) -> RouterSettings:
         explore=config.router.explore,
         max_window=config.router.max_window,
         slo_ms_per_token=config.router.slo_ms_per_token,
+        cooperate=config.router.cooperate,
+        draft_ahead=config.router.draft_ahead,
         max_queue=config.http.max_queue,
     )
 

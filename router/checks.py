@@ -1,9 +1,12 @@
-"""What a check showed, as the estimators want to know it. Pure."""
+"""What steps and checks showed, as the estimators want to know it. Pure."""
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+
+from kvstate.protocol import Guesses, Timing
+from router.sequence import Holder
 
 
 class Kind(enum.Enum):
@@ -36,6 +39,42 @@ class CheckSeen:
     num_accepted: int
     num_asked: int = 0
     origins: tuple[Origin, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ProposalsSeen:
+    """What drafters stated at positions that `upper` decided: `stated[j]` by drafter, `truth[j]` its sample there.
+
+    `fused[j]`: the token that was drafted.
+    """
+
+    upper: str
+    stated: Sequence[Mapping[str, Guesses]]
+    fused: Sequence[int]
+    truth: Sequence[int]
+
+
+class Observer(Protocol):
+    """Who learns from a sequence's rounds, and says what to believe of its drafters."""
+
+    def timing(self, holder: Holder, kind: str, timing: Timing, round_trip_s: float) -> None: ...
+
+    def drafted(self, model: str, num_asked: int, num_drafted: int) -> None: ...
+
+    def checked(self, seen: CheckSeen) -> None: ...
+
+    def proposed(self, seen: ProposalsSeen) -> None: ...
+
+    def turn(self, drafters: Sequence[str], seconds: float) -> None:
+        """What one position took that these drafted together."""
+
+    def trust(self, drafter: str, stated: float) -> float:
+        """As `router.fusion.Trust`."""
+        ...
+
+    def turn_deadline_s(self, drafters: Sequence[str]) -> float:
+        """How long drafters that draft together wait for one another."""
+        ...
 
 
 def origins_of(below: Sequence[str], num_accepted: int) -> list[Origin]:

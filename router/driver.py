@@ -1,57 +1,25 @@
 """One request's rounds: draft, check level by level, commit the target's verdict, again.
 
-The nested rule: level 1 drafts windows[0] tokens; as soon as a level has delivered at least windows[i]
-tokens, the next one checks all of them, keeps what equals its samples and adds its own token; up to the target. A round
-lives on one stack of `held` tokens: `held[i]` waits for the check by chain[i]. A check empties its entry, and whenever
-chain[i] checks, all entries below are empty; so the context of any step is committed + held[top] + … + held[i].
+The nested rule: level 1 drafts windows[0] tokens (router/drafting.py); as soon as a level has delivered at least
+windows[i] tokens, the next one checks all of them, keeps what equals its samples and adds its own token; up to the
+target. A round lives on one stack of `held` tokens: `held[i]` waits for the check by chain[i]. A check empties its
+entry, and whenever chain[i] checks, all entries below are empty; so the context of any step is committed + held[top] +
+… + held[i].
 
-Nothing here knows Ray, sockets or tensors: steps go through `StepCalls`, plans come from a callable.
+Nothing here knows Ray, sockets or tensors: steps go through router/steps.py, plans come from a callable.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
-from kvstate.protocol import (
-    Check,
-    Draft,
-    Drafted,
-    FinishReason,
-    Logprobs,
-    Need,
-    Open,
-    Probe,
-    Probed,
-    Step,
-    Timing,
-    Verdict,
-)
-from router.checks import CheckSeen, Origin, origins_of
+from kvstate.protocol import FinishReason, Logprobs, Probe, Probed, Step, Verdict
+from router.checks import CheckSeen, Observer, Origin, ProposalsSeen, origins_of
+from router.drafting import Drafters, Made
 from router.links import Outbound, ReplicaLost, StepCalls
 from router.plan import Plan
 from router.sequence import Holder, Limits, RunningSequence, TargetCounts
-
-ATTEMPTS = 4
-"""Sends of one step before its replica counts as lost: two lost frames and a reopened sequence fit in.
-
-A target that is only silent is waited for until the request's deadline: it may have long prompts of others before it,
-and there is nothing to go on without it. A stream that breaks, as it does when heartbeats are missed, ends every wait.
-"""
-
-MOST_BEHIND, MOST_PROBE_BEHIND = 32, 128
-CATCH_UP = "catch_up"
-"""The kind of a step that computes more rows than rounds ever leave behind: a prefill, or a level that joins again."""
-
-
-class Observer(Protocol):
-    """What the table learns from a round."""
-
-    def timing(self, holder: Holder, kind: str, timing: Timing, round_trip_s: float) -> None: ...
-
-    def drafted(self, model: str, num_asked: int, num_drafted: int) -> None: ...
-
-    def checked(self, seen: CheckSeen) -> None: ...
+from router.steps import Steps
 
 
 class TargetLost(Exception):
@@ -65,19 +33,6 @@ class Commit:
     tokens: list[int]
     finish_reason: FinishReason | None
     logprobs: tuple[Logprobs, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class _Draft:
-    """`parts`: who drafted, how many tokens it was asked for, and how many it gave."""
-
-    tokens: list[int]
-    parts: list[tuple[str, int, int]]
-
-    @property
-    def samplers(self) -> list[str]:
-        """Of each token."""
-        return [model for model, _, num_drafted in self.parts for _ in range(num_drafted)]
 
 
 class RoundDriver:
@@ -97,18 +52,17 @@ class RoundDriver:
         self.sequence = sequence
         self.counts = TargetCounts() if counts is None else counts
         self._limits = limits
-        self._calls = calls
-        self._outbound = outbound
         self._observer = observer
-        self._clock = clock
+        self._steps = Steps(sequence, calls, outbound, observer, clock)
+        self._drafters = Drafters(self._steps, observer, limits.stop_ids)
         self._logprobs: tuple[Logprobs, ...] = ()  # of the target's last verdict
 
     async def prefill(self, target: str, drafters: Sequence[str]) -> Commit:
         """The target's first token; drafters prefill beside it and are not waited for. Every holder is opened."""
         for holder in self.sequence.holders.values():
-            self._open(holder)
+            self._steps.open(holder)
         for model in drafters:
-            self._post_prefill(model)
+            self._steps.post_prefill(model)
         try:
             return self._commit(await self._verified(target, [], 0))
         except ReplicaLost as lost:
@@ -124,6 +78,7 @@ class RoundDriver:
         try:
             return self._commit(await self._nested(plan))
         except ReplicaLost as lost:
+            self._drafters.stop()
             self.drop(lost.replica_id, plan.chain[-1])
             return Commit([], None)
 
@@ -132,7 +87,11 @@ class RoundDriver:
         holders = self.sequence.holders
         if target not in holders or holders[target].replica_id == replica_id:
             raise TargetLost(replica_id)
-        self.sequence.holders = {m: h for m, h in holders.items() if h.replica_id != replica_id}
+        self._steps.forget(replica_id)
+
+    def stop(self) -> None:
+        """No further round comes."""
+        self._drafters.stop()
 
     async def probe(self, model: str, count: int, stop_below: float) -> Probed | None:
         """The model's own samples at the last `count` committed positions; None if it is gone or silent."""
@@ -144,7 +103,7 @@ class RoundDriver:
             return Probe(s.seq, s.next_key(), committed_len, start, missing, count, stop_below, s.num_top)
 
         try:
-            reply = await self._step(model, "probe", make)
+            reply = await self._steps.run(model, "probe", make)
         except ReplicaLost:
             return None
         return reply if isinstance(reply, Probed) else None
@@ -159,15 +118,19 @@ class RoundDriver:
         held: list[list[int]] = [[] for _ in chain]
         origins: list[list[Origin]] = [[] for _ in chain]
         while True:
-            draft = await self._drafts(plan, held)
+            draft = await self._drafters.draft(plan, self._context(held, 1), self._room(held))
             held[1] = draft.tokens
             level = 1
             while True:
                 num_checked = len(held[level])
+                if plan.goes_on:
+                    self._go_on(plan, held)
                 verified = await self._verified(chain[level], held, level)
                 num_accepted = len(verified) - 1
                 if level == 1:
+                    self._drafters.settle(verified[-1] if num_accepted == num_checked else None)
                     self._observe_draft(draft, chain[1], num_accepted)
+                    self._observe_proposals(draft, chain[1], verified)
                 else:
                     lower, upper, held_origins = chain[level - 1], chain[level], tuple(origins[level])
                     self._observer.checked(CheckSeen(lower, upper, num_checked, num_accepted, 0, held_origins))
@@ -181,6 +144,12 @@ class RoundDriver:
                     break
                 level += 1
 
+    def _go_on(self, plan: Plan, held: Sequence[Sequence[int]]) -> None:
+        """Past the whole draft, unless it ends the text; one position more than a block: the target's own token."""
+        assert len(plan.chain) == 2, "only a draft that is checked by the target is known to be the text"
+        if self._worth_more(held, held[1]):
+            self._drafters.go_on(plan, self._context(held, 1), min(plan.windows[0] + 1, self._room(held)))
+
     def _worth_more(self, held: Sequence[Sequence[int]], newest: Sequence[int]) -> bool:
         """Whether tokens after those held could still be committed in this round."""
         return self._room(held) > 0 and not self._limits.stop_ids.intersection(newest)
@@ -189,37 +158,22 @@ class RoundDriver:
         """How many more tokens may be drafted: the target adds one of its own to all that is held."""
         return self._limits.max_tokens - self.sequence.output_len - 1 - sum(map(len, held))
 
-    async def _drafts(self, plan: Plan, held: Sequence[list[int]]) -> "_Draft":
-        """By the first drafter, and by a tail where that one drafted all it was asked for."""
-        parts = [(plan.chain[0], plan.windows[0], plan.stop_below)]
-        if plan.tail is not None and plan.tail.model in self.sequence.holders:
-            parts.append((plan.tail.model, plan.tail.window, plan.tail.stop_below))
-        draft = _Draft([], [])
-        for model, window, stop_below in parts:
-            count = max(0, min(window, self._room(held) - len(draft.tokens)))
-            tokens = await self._drafted(model, [*self._context(held, 1), *draft.tokens], count, stop_below)
-            draft.tokens.extend(tokens)
-            draft.parts.append((model, count, len(tokens)))
-            if len(tokens) < window:
-                break
-        return draft
-
-    async def _drafted(self, model: str, context: Sequence[int], count: int, stop_below: float) -> Sequence[int]:
-        if count == 0:
-            return ()
-        reply = await self._step(model, "draft", lambda holder: self._draft(holder, context, count, stop_below))
-        assert isinstance(reply, Drafted), reply
-        self._observer.drafted(model, count, len(reply.tokens))
-        return reply.tokens
-
-    def _observe_draft(self, draft: "_Draft", checker: str, num_accepted: int) -> None:
+    def _observe_draft(self, made: Made, checker: str, num_accepted: int) -> None:
         """A part says something where all before it was right."""
-        for model, num_asked, num_drafted in draft.parts:
-            accepted = min(num_accepted, num_drafted)
-            self._observer.checked(CheckSeen(model, checker, num_drafted, accepted, num_asked))
-            num_accepted -= num_drafted
+        for model, num_asked, num_drafted in made.parts:
             if num_accepted < 0:
                 return
+            if num_asked:
+                accepted = min(num_accepted, num_drafted)
+                self._observer.checked(CheckSeen(model, checker, num_drafted, accepted, num_asked))
+            num_accepted -= num_drafted
+
+    def _observe_proposals(self, made: Made, checker: str, verified: Sequence[int]) -> None:
+        """At positions up to the first that was not accepted, drafters proposed in a context that is the text's."""
+        seen = list(zip(made.fused, verified, strict=False))
+        if seen:
+            stated, fused = [position.stated for position, _ in seen], [position.token for position, _ in seen]
+            self._observer.proposed(ProposalsSeen(checker, stated, fused, [token for _, token in seen]))
 
     async def _verified(self, model: str, held: Sequence[Sequence[int]], level: int) -> list[int]:
         """What `model` keeps of `held[level]`, and its own token."""
@@ -228,8 +182,8 @@ class RoundDriver:
         is_target = level == max(len(held) - 1, 0)
         logprobs = self.sequence.logprobs if is_target else -1
         num_top = self.sequence.num_top_of_check if is_target else 0
-        make = partial(self._check, tokens=tokens, count=len(checked), logprobs=logprobs, num_top=num_top)
-        reply = await self._step(model, "check", make, is_target)
+        make = partial(self._steps.check, tokens=tokens, count=len(checked), logprobs=logprobs, num_top=num_top)
+        reply = await self._steps.run(model, "check", make, is_target)
         assert isinstance(reply, Verdict), reply
         if is_target:
             self.counts.add(len(checked), reply.num_accepted)
@@ -245,56 +199,3 @@ class RoundDriver:
         kept, reason = self._limits.cut(self.sequence.output_len, verified)
         self.sequence.tokens.extend(kept)
         return Commit(kept, reason, self._logprobs[: len(kept)])
-
-    # ---------------------------------------------------------------------------------------------------- one step
-
-    async def _step(
-        self, model: str, kind: str, make: Callable[[Holder], Step], is_target: bool = False
-    ) -> Step | object:
-        """Send a step until it is answered; resend what the holder needs. ReplicaLost after too many tries."""
-        holder = self.sequence.holders.get(model)
-        if holder is None:
-            raise ReplicaLost(model)
-        attempts, most_behind = 0, MOST_PROBE_BEHIND if kind == "probe" else MOST_BEHIND
-        while attempts < ATTEMPTS:
-            self._open(holder)
-            sent_s, step = self._clock(), make(holder)
-            if step.from_len + len(step.tokens) - holder.kv_len > most_behind:
-                kind = CATCH_UP
-            reply = await self._calls.call(holder.replica_id, step)
-            match reply:
-                case None:
-                    holder.opened = False
-                    attempts += not is_target
-                case Need(from_len=from_len, unknown=unknown):
-                    holder.acked_len, holder.opened = from_len, not unknown
-                    attempts += 1
-                case Drafted() | Verdict() | Probed():
-                    holder.acked_len, holder.kv_len = reply.committed_len, reply.kv_len
-                    self._observer.timing(holder, kind, reply.timing, self._clock() - sent_s)
-                    return reply
-        raise ReplicaLost(holder.replica_id)
-
-    def _open(self, holder: Holder) -> None:
-        """The first message to a holder, and the one after it lost the sequence."""
-        if not holder.opened:
-            s = self.sequence
-            message = Open(s.seq, tuple(s.tokens), s.prompt_len, s.sampling)
-            holder.opened = self._outbound.to_replica(holder.replica_id, message)
-            holder.acked_len = len(s.tokens)
-
-    def _draft(self, holder: Holder, held: Sequence[int], count: int, stop_below: float = 0.0) -> Draft:
-        s = self.sequence
-        return Draft(s.seq, s.next_key(), len(s.tokens), holder.acked_len, self._from(holder, held), count, stop_below)
-
-    def _check(self, holder: Holder, tokens: Sequence[int], count: int, logprobs: int, num_top: int) -> Check:
-        s, given = self.sequence, self._from(holder, tokens)
-        return Check(s.seq, s.next_key(), len(s.tokens), holder.acked_len, given, count, logprobs, num_top)
-
-    def _from(self, holder: Holder, held: Sequence[int]) -> tuple[int, ...]:
-        return (*self.sequence.tokens[holder.acked_len :], *held)
-
-    def _post_prefill(self, model: str) -> None:
-        holder = self.sequence.holders[model]
-        self._open(holder)
-        holder.is_reading = self._outbound.to_replica(holder.replica_id, self._draft(holder, (), 0))

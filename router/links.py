@@ -35,7 +35,7 @@ class _Waiting(NamedTuple):
 
 
 class StepCalls:
-    """Steps under way. `call` sends one and waits; `resolve` and `fail` are fed by the streams.
+    """Steps under way. `start` sends one, `call` also waits; `resolve` and `fail` are fed by the streams.
 
     All wait equally long, `timeout_s`, so the first to be sent is the first to be due: one timer serves them all.
     """
@@ -51,17 +51,23 @@ class StepCalls:
 
         Raises ReplicaLost when the stream is broken, also while waiting.
         """
-        loop = asyncio.get_running_loop()
-        waiting = _Waiting(replica_id, loop.time() + self._timeout_s, loop.create_future())
-        self._waiting[step.seq, step.key] = waiting
+        reply = self.start(replica_id, step)
         try:
-            if not self._outbound.to_replica(replica_id, step):
-                raise ReplicaLost(replica_id)
-            if self._timer is None:
-                self._timer = loop.call_at(waiting.due_s, self._give_up_overdue, loop)
-            return await waiting.reply
+            return await reply
         finally:
-            del self._waiting[step.seq, step.key]
+            self._waiting.pop((step.seq, step.key), None)
+
+    def start(self, replica_id: str, step: Step) -> "asyncio.Future[StepReply | None]":
+        """What `call` waits for. Cancel it when nobody will: a reply that comes later is then ignored."""
+        loop, key = asyncio.get_running_loop(), (step.seq, step.key)
+        waiting = _Waiting(replica_id, loop.time() + self._timeout_s, loop.create_future())
+        self._waiting[key] = waiting
+        waiting.reply.add_done_callback(lambda _: self._waiting.pop(key, None))
+        if not self._outbound.to_replica(replica_id, step):
+            waiting.reply.set_exception(ReplicaLost(replica_id))
+        elif self._timer is None:
+            self._timer = loop.call_at(waiting.due_s, self._give_up_overdue, loop)
+        return waiting.reply
 
     def resolve(self, reply: StepReply) -> None:
         waiting = self._waiting.get((reply.seq, reply.key))
@@ -77,8 +83,9 @@ class StepCalls:
     def _give_up_overdue(self, loop: asyncio.AbstractEventLoop) -> None:
         self._timer = None
         for waiting in self._waiting.values():
+            if waiting.reply.done():
+                continue
             if waiting.due_s > loop.time():
                 self._timer = loop.call_at(waiting.due_s, self._give_up_overdue, loop)
                 return
-            if not waiting.reply.done():
-                waiting.reply.set_result(None)
+            waiting.reply.set_result(None)

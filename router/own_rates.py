@@ -92,6 +92,11 @@ class OwnRates:
         rounded = ((pair, STEP * round(seen.shift() / STEP)) for pair, seen in sorted(self._seen.items()))
         self.shifts = tuple((pair, max(-MOST_SHIFT, min(MOST_SHIFT, shift))) for pair, shift in rounded if shift)
 
+    def lately(self, pair: Pair) -> tuple[float, float]:
+        """Positions examined and accepted, those of old rounds fading."""
+        seen = self._seen.get(pair)
+        return (seen.lately[0], seen.lately[1]) if seen is not None else (0.0, 0.0)
+
     def positions(self, pair: Pair) -> float:
         """That were examined."""
         return self._seen[pair].positions if pair in self._seen else 0.0

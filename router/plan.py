@@ -8,6 +8,9 @@ Windows = tuple[int, ...]
 CASCADE = "+"
 """Between the names of drafters of which the second goes on after the first; no name has one."""
 
+GROUP = "|"
+"""Between the names of drafters that make one draft together, position by position; no name has one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tail:
@@ -23,8 +26,10 @@ class Tail:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`windows[i]` belongs to `chain[i + 1]`; the target alone has none.
+    """`windows[i]` belongs to `chain[i + 1]`; the target alone has none. The first of the chain may be a group.
 
+    `goes_on`: drafters do not wait for the check of their draft; `is_tree`: what they hold likely besides it is checked
+    with it.
     `stop_below`: a drafter that knows how likely its tokens are right ends a draft that would be right with a smaller
     probability. `keeps_step`: requests that all run it come back to their checker together (`TableSnapshot.uneven`).
     """
@@ -35,11 +40,14 @@ class Plan:
     stop_below: float = 0.0
     tail: Tail | None = None
     keeps_step: bool = True
+    goes_on: bool = False
+    is_tree: bool = False
 
     @property
     def drafters(self) -> Chain:
         """All models but the target."""
-        return self.chain[:-1] if self.tail is None else (self.tail.model, *self.chain[:-1])
+        drafters = (*members_of(self.chain[0]), *self.chain[1:-1]) if len(self.chain) > 1 else ()
+        return drafters if self.tail is None else (self.tail.model, *drafters)
 
     @property
     def label(self) -> Chain:
@@ -48,9 +56,28 @@ class Plan:
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
-        """Whose tokens are checked by whom."""
-        checked = [*zip(self.chain, self.chain[1:], strict=False)]
-        return checked if self.tail is None else [*checked, (self.tail.model, self.chain[1])]
+        """Whose tokens are compared with whose."""
+        if len(self.chain) == 1:
+            return []
+        tail = () if self.tail is None else (self.tail.model,)
+        first = [(name, self.chain[1]) for name in (*members_of(self.chain[0]), *tail)]
+        return [*first, *zip(self.chain[1:], self.chain[2:], strict=False)]
+
+    @property
+    def kind(self) -> Chain:
+        """The label without the names in a group: there are too many groups to count each."""
+        names = members_of(self.chain[0])
+        return self.label if len(names) == 1 else (f"{len(names)} drafters", *self.label[1:])
+
+
+def stated(element: str) -> str | list[str]:
+    """A chain's element as users write it: a group is a list of names."""
+    return element if GROUP not in element or CASCADE in element else element.split(GROUP)
+
+
+def members_of(element: str) -> tuple[str, ...]:
+    """Of a chain: a model, or the models of a group."""
+    return tuple(element.split(GROUP))
 
 
 def split_cascade(element: str) -> tuple[str, str | None]:

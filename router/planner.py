@@ -11,11 +11,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations, pairwise
 
-from router.plan import Chain, Plan, Tail, Windows
+from router.plan import GROUP, Chain, Plan, Tail, Windows
 from router.prediction import Prediction
 from router.snapshot import TableSnapshot
 
 LEAST_GAIN, LEAST_CHANGE = 0.005, 0.02
+LEAST_AHEAD_GAIN = 0.05
+"""Of drafting ahead: most of it is thrown away, and where models share a machine it takes time of the check's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +35,17 @@ class Planner:
     """Plans over one snapshot.
 
     `found`: the best plan of each shape by planners before, where the search begins; it is kept up to date.
+    `draft_ahead`: whether drafters may go on while their draft is checked.
     """
 
-    def __init__(self, snapshot: TableSnapshot, max_window: int, found: Found | None = None) -> None:
+    def __init__(
+        self, snapshot: TableSnapshot, max_window: int, found: Found | None = None, draft_ahead: bool = False
+    ) -> None:
         assert max_window >= 1, "a window holds at least one token"
         self._snapshot = snapshot
         self._even, self._uneven = Prediction(snapshot), Prediction(snapshot.uneven())
         self._max_window = max_window
+        self._draft_ahead = draft_ahead
         self._found: Found = {} if found is None else found
         self._best: dict[Shape, Plan] = {}
 
@@ -112,13 +118,14 @@ class Planner:
     def _shapes(self, models: Sequence[str]) -> Iterator[Shape]:
         *lower, target = models
         levels = {name: self._snapshot.models[name].level for name in models}
+        cheapest = next((name for name in lower if GROUP not in name), target)
         for length in range(len(lower) + 1):
             for subset in combinations(lower, length):
                 chain = (*subset, target)
                 if all(levels[a] < levels[b] for a, b in pairwise(chain)):
                     yield Shape(chain)
-                    if length and levels[lower[0]] < levels[chain[0]]:
-                        yield Shape(chain, lower[0])
+                    if length and levels[cheapest] < levels[chain[0]]:
+                        yield Shape(chain, cheapest)
 
     def _search(self, shape: Shape) -> Plan:
         if len(shape.chain) <= 2 and shape.tail is None:
@@ -131,8 +138,14 @@ class Planner:
 
     def _exhaustive(self, chain: Chain) -> Plan:
         windows: list[Windows] = [()] if len(chain) == 1 else [(w,) for w in range(1, self._max_window + 1)]
-        plans = (Plan(chain, each, self.predict(chain, each)) for each in windows)
-        return min(plans, key=lambda plan: plan.predicted_ms_per_token)
+        plans = (self._with_prediction(Plan(chain, each, 0.0)) for each in windows)
+        best = min(plans, key=lambda plan: plan.predicted_ms_per_token)
+        if not (self._draft_ahead and self._even.can_go_on(chain)):
+            return best
+        plans = (self._with_prediction(Plan(chain, each, 0.0, goes_on=True)) for each in windows)
+        ahead = min(plans, key=lambda plan: plan.predicted_ms_per_token)
+        gains = ahead.predicted_ms_per_token <= (1.0 - LEAST_AHEAD_GAIN) * best.predicted_ms_per_token
+        return ahead if gains else best
 
     def _begin(self, shape: Shape) -> Plan:
         chain, tail = shape.chain, None

@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvstate.protocol import Profile, Speculation, Timing, Top
-from router.checks import CheckSeen
-from router.driver import CATCH_UP
-from router.keys import EVERY, Context
+from router.calibration import Trusting
+from router.checks import CheckSeen, ProposalsSeen
+from router.cooperation import Cooperation
+from router.expertise import Rates, with_rates
+from router.keys import EVERY, Context, Pair
 from router.learned import NOTHING, Learned
 from router.own_rates import Missing, OwnRates, Shifts, shifted
-from router.plan import Plan, split_cascade
+from router.plan import GROUP, Plan, members_of, split_cascade
 from router.plan_cache import PlanCache
 from router.planner import Found, Planner
 from router.probing import ProbeBudget, ProbePlan, choose_probe
@@ -23,6 +25,7 @@ from router.replicas import Replicas
 from router.sequence import Holder
 from router.snapshot import TableSnapshot
 from router.stats import RouterStats
+from router.steps import CATCH_UP
 from router.table import NO_TOPS, RouterTable
 
 
@@ -30,6 +33,9 @@ from router.table import NO_TOPS, RouterTable
 class RouterSettings:
     """`models`: cheapest first, target last; `levels[i]` is that of models[i], its place in the list where none are
     given. `chain` and `windows` are used by the policy `fixed`.
+
+    cooperate    most drafters of one level that make a draft together
+    draft_ahead  whether drafters may go on while their draft is checked
     """
 
     models: tuple[str, ...]
@@ -40,6 +46,8 @@ class RouterSettings:
     explore: float = 0.05
     max_window: int = 16
     slo_ms_per_token: float | None = None
+    cooperate: int = 3
+    draft_ahead: bool = True
     max_queue: int = 256
     step_timeout_s: float = 10.0
 
@@ -50,6 +58,13 @@ class RouterSettings:
     def level_of(self, model: str) -> int:
         index = self.models.index(model)
         return self.levels[index] if self.levels else index + 1
+
+
+NO_PLAN = Plan((), (), 0.0)
+TURNS_WAITED, LEAST_WAIT_MS = 2.0, 2.0
+"""Of a turn's expected time, how long drafters that draft together wait for one another, and what comes on top."""
+
+MOST_FOUND = 4096
 
 
 @dataclass(slots=True)
@@ -67,20 +82,36 @@ class RunRecord:
 
 @dataclass(slots=True)
 class RequestObserver:
-    """The driver's `Observer` of one request, with its own rates; `keeps_step` as in the present round's plan."""
+    """The driver's `Observer` of one request, with its own rates; `plan` is that of the present round."""
 
     planning: "Planning"
     own: OwnRates
-    keeps_step: bool = True
+    trusting: Trusting
+    plan: Plan = NO_PLAN
 
     def timing(self, holder: Holder, kind: str, timing: Timing, round_trip_s: float) -> None:
-        self.planning.timing(holder, kind, timing, round_trip_s, self.keeps_step)
+        self.planning.timing(holder, kind, timing, round_trip_s, self.plan.keeps_step)
 
     def drafted(self, model: str, num_asked: int, num_drafted: int) -> None:
         self.planning.drafted(model, num_asked, num_drafted, self.own)
 
     def checked(self, seen: CheckSeen) -> None:
         self.planning.checked(seen, self.own)
+
+    def proposed(self, seen: ProposalsSeen) -> None:
+        for stated, token in zip(seen.stated, seen.truth, strict=True):
+            for drafter, guesses in stated.items():
+                self.trusting.observe(drafter, guesses[0][1], guesses[0][0] == token)
+        self.planning.proposed(seen, self.own)
+
+    def turn(self, drafters: Sequence[str], seconds: float) -> None:
+        self.planning.cooperation.turn(drafters, seconds)
+
+    def trust(self, drafter: str, stated: float) -> float:
+        return self.trusting.trust(drafter, stated)
+
+    def turn_deadline_s(self, drafters: Sequence[str]) -> float:
+        return (TURNS_WAITED * self.planning.cooperation.turn_ms(drafters) + LEAST_WAIT_MS) / 1e3
 
 
 class Planning:
@@ -107,6 +138,7 @@ class Planning:
         self.records: dict[tuple[str, ...], RunRecord] = {}
         self.plan_changes = 0
         self.is_overloaded = False
+        self.cooperation = Cooperation(self.snapshot)
 
     def change(self, settings: RouterSettings) -> None:
         """Other settings for the same models, from the next round on."""
@@ -136,7 +168,31 @@ class Planning:
             self.table.observe_draft(model, num_asked, num_drafted)
         self._stats.draft_tokens[model] += num_drafted
 
+    def observer(self, own: OwnRates) -> RequestObserver:
+        """Of one request."""
+        return RequestObserver(self, own, self.cooperation.trusting())
+
+    def proposed(self, seen: ProposalsSeen, own: OwnRates) -> None:
+        snapshot = self.snapshot(own.context)
+        for drafter, samples in self.cooperation.proposed(seen, snapshot, own).items():
+            pair = (drafter, seen.upper)
+            self._on_trial(pair, samples, seen.truth, own, snapshot.pairs[pair].acceptance)
+            if own.is_telling(pair):
+                self.table.observe_probe({drafter: samples, seen.upper: seen.truth}, own.context)
+
+    def _on_trial(
+        self, pair: Pair, samples: Sequence[int | None], truth: Sequence[int], own: OwnRates, expected: float
+    ) -> None:
+        """Each sample at a position whose token is known; no guess is none that is right."""
+        prior_positions = self.snapshot(own.context).pairs[pair].prior_positions
+        for sample, token in zip(samples, truth, strict=True):
+            own.observe(pair, int(sample == token), (expected,), prior_positions)
+
     def checked(self, seen: CheckSeen, own: OwnRates) -> None:
+        if any(len(members_of(name)) > 1 for name in (seen.lower, *(below for _, below in seen.origins))):
+            # Of a group as such nothing is kept: there are too many groups.
+            self._stats.add_check("cooperating" if GROUP in seen.lower else seen.lower, seen.upper, seen.num_accepted)
+            return
         snapshot, pair = self.snapshot(own.context), (seen.lower, seen.upper)
         own.observe(pair, seen.num_accepted, snapshot.expected(seen), snapshot.pairs[pair].prior_positions)
         if own.is_telling(pair):
@@ -153,14 +209,13 @@ class Planning:
         """`samples` of each model at the positions of the `committed` tokens; `tops` there, the target's among them."""
         snapshot, target = self.snapshot(own.context), self._settings.target
         for model, sampled in samples.items():
-            expected, pair = snapshot.draft_goes_on(model, target, 1), snapshot.pairs[model, target]
-            for sample, token in zip(sampled, committed, strict=True):
-                own.observe((model, target), int(sample == token), expected, pair.prior_positions)
+            [expected] = snapshot.draft_goes_on(model, target, 1)
+            self._on_trial((model, target), sampled, committed, own, expected)
         if samples:
             self.table.observe_probe({**samples, target: committed}, own.context, tops)
 
     def record_round(self, plan: Plan, seconds: float, num_tokens: int, speculation: Speculation) -> None:
-        record = self.records.setdefault(plan.label, RunRecord())
+        record = self.records.setdefault(plan.kind, RunRecord())
         record.seconds += seconds
         record.tokens += num_tokens
         record.rounds += 1
@@ -175,6 +230,10 @@ class Planning:
         """It ended: what it saw tells how unlike one another requests are."""
         for pair, num_positions, num_accepted in own.totals():
             self.table.observe_request(pair, num_positions, num_accepted, own.context)
+        snapshot = self.snapshot(own.context)
+        models = [name for name in self._settings.models if name in snapshot.models]
+        if models:
+            self.cooperation.ended(own, snapshot, models)
 
     # ------------------------------------------------------------------------------------------------------ choosing
 
@@ -182,14 +241,14 @@ class Planning:
         self,
         holders: Sequence[str],
         speculation: Speculation,
-        shifts: Shifts = (),
+        own: OwnRates | None = None,
         missing: Missing = (),
-        context: Context = EVERY,
+        in_use: Sequence[str] = (),
     ) -> Plan:
         """The plan of the next round over models that hold the sequence (any order; the target is one).
 
-        `shifts`: how the request differs from what the table says of its context (router/own_rates.py); `missing`: what
-        models that it could use would have to compute before.
+        `own`: how the request differs from what the table says of its context; `missing`: what models that it could use
+        would have to compute before; `in_use`: drafters of its last round.
         """
         models = tuple(name for name in self._settings.models if name in holders)
         if speculation.mode == "off":
@@ -198,7 +257,7 @@ class Planning:
             return self._fixed(models, speculation.chain, speculation.windows)
         if self._settings.policy == "fixed":
             return self._fixed(models, self._settings.chain, self._settings.windows)
-        return self._adaptive(models, shifts, missing, context)
+        return self._adaptive(models, own or OwnRates(), missing, in_use)
 
     def choose_probe(
         self, holders: Sequence[str], plan: Plan, output_len: int, speculation: Speculation, own: OwnRates
@@ -246,20 +305,37 @@ class Planning:
             return []
         return Planner(snapshot, self._settings.max_window, self._found).candidates(models)
 
-    def _adaptive(self, models: tuple[str, ...], shifts: Shifts, missing: Missing, context: Context) -> Plan:
+    def _adaptive(self, models: tuple[str, ...], own: OwnRates, missing: Missing, in_use: Sequence[str]) -> Plan:
         """A request unlike all others goes by the plan of its context where there is no time for one of its own."""
-        key = (models, shifts, missing, context)
+        snapshot, most = self.snapshot(own.context), self._settings.cooperate
+        routed = self.cooperation.route(models, snapshot, own, in_use, most)
+        models, groups = routed.models, routed.groups
+        missing = tuple((name, rows) for name, rows in missing if name in models)
+        key = (models, groups, routed.rates, routed.shifts, missing, own.context)
         if key not in self._plans and not self._plans.has_time():
             lacking = {name for name, _ in missing}
-            key = (tuple(name for name in models if name == models[-1] or name not in lacking), (), (), context)
+            there = tuple(name for name in models if name == models[-1] or name not in lacking)
+            groups = tuple(g for g in groups if set(members_of(g)) <= set(there))
+            key = (there, groups, routed.rates, (), (), own.context)
         return self._plans.get(key, partial(self._make, *key))
 
     def _make(
-        self, models: tuple[str, ...], shifts: Shifts, missing: Missing, context: Context, present: Plan | None
+        self,
+        models: tuple[str, ...],
+        groups: tuple[str, ...],
+        rates: Rates,
+        shifts: Shifts,
+        missing: Missing,
+        context: Context,
+        present: Plan | None,
     ) -> Plan:
-        seen = shifted(self.snapshot(context), shifts, missing)
-        planner = Planner(seen, self._settings.max_window, self._found)
-        chosen = planner.with_stop(planner.choose(models, present, self._slo_ms_per_token))
+        seen = with_rates(shifted(self.snapshot(context), shifts, missing), rates)
+        for group in groups:
+            seen = self.cooperation.with_group(seen, group, models)
+        if len(self._found) > MOST_FOUND:
+            self._found.clear()
+        planner = Planner(seen, self._settings.max_window, self._found, self._settings.draft_ahead)
+        chosen = planner.with_stop(planner.choose((*groups, *models), present, self._slo_ms_per_token))
         self.plan_changes += present is not None and present.label != chosen.label
         return chosen
 
@@ -275,9 +351,10 @@ class Planning:
         wished are planned, as those of tails always are.
         """
         first, tail = split_cascade(chain[0])
-        first, tail = (first, tail) if first in models else (tail or first, None)
+        group = [name for name in members_of(first) if name in models]
+        first, tail = (GROUP.join(group), tail) if group else (tail or first, None)
         chain = (first, *chain[1:])
-        kept = [i for i, name in enumerate(chain) if name in models]
+        kept = [i for i, name in enumerate(chain) if name in models or (i == 0 and group)]
         names = tuple(chain[i] for i in kept)
         given = tuple(windows[i] for i in kept[:-1]) if windows else ()
         tail = tail if tail in models and len(names) > 1 else None
@@ -285,7 +362,10 @@ class Planning:
             return Plan(names, given, 0.0, keeps_step=len(names) <= 2)
 
         def make(_: Plan | None) -> Plan:
-            planner = Planner(self.snapshot(), self._settings.max_window)
+            seen = self.snapshot()
+            if len(group) > 1:
+                seen = self.cooperation.with_group(seen, first, models)
+            planner = Planner(seen, self._settings.max_window, draft_ahead=self._settings.draft_ahead)
             best = planner.best_tail(names, given, tail) if given and tail else planner.best(names, tail)
             return planner.with_stop(best)
 

@@ -8,11 +8,19 @@ third accepts what the second accepted from the first. Positions are taken to be
 
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from math import prod
 from operator import mul
 
-from router.plan import Chain, Plan, Tail, Windows
+from router.plan import Chain, Plan, Tail, Windows, members_of
 from router.renewal import Production, Rates, Sweep, checked, sweep
 from router.snapshot import TableSnapshot
+
+BUSY_BATCHES = 0.5
+"""A drafter whose steps wait for as many of its batches has no time to draft what may be thrown away."""
+
+
+MOST_BASE = 0.5
+"""Of a batch, for batches of a part of the requests to be worth about as much less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +63,38 @@ class Prediction:
             cost = self._snapshot.models[chain[0]]
             return cost.call_ms(1.0)
         production = self._production(chain, windows, plan.tail)
-        return production.time_ms / production.mean_tokens + self._join_ms(plan)
+        time_ms = production.time_ms - (self._hidden_ms(plan) if plan.goes_on else 0.0)
+        return time_ms / production.mean_tokens + self._join_ms(plan)
 
     def keeps_step(self, plan: Plan) -> bool:
         """Whether drafts are back before a checker that waits for them, for as long as its base, begins without them
         (models/gathering.py).
         """
-        if len(plan.chain) != 2:
+        if len(plan.chain) != 2 or plan.goes_on:
             return len(plan.chain) == 1
         checker = self._snapshot.models[plan.chain[1]]
         return self._whole_draft(plan.chain, plan.windows[0], plan.tail).time_ms + checker.hop_ms < checker.base_ms
+
+    def can_go_on(self, chain: Chain) -> bool:
+        """Whether that would gain: drafters have time for drafts that may be thrown away, and requests that come back
+        to the checker at different times do not cost it batches of which each takes as long as one for all.
+        """
+        models = self._snapshot.models
+        if len(chain) != 2 or any(models[name].queue_batches >= BUSY_BATCHES for name in members_of(chain[0])):
+            return False
+        checker = models[chain[1]]
+        return self._snapshot.num_open == 1 or checker.base_ms <= MOST_BASE * checker.batch_ms(1.0)
+
+    def _hidden_ms(self, plan: Plan) -> float:
+        """Of a round's draft, what is made during the check before it: where that accepts everything and its own token
+        is guessed. It is made position by position, each with the way there and back.
+        """
+        chain, window = plan.chain, plan.windows[0]
+        draft, turn_ms = self._whole_draft(chain, window, None), self._snapshot.models[chain[0]].call_ms(1.0)
+        check_ms = self._production(chain, plan.windows, None).time_ms - draft.time_ms
+        left_ms = max(0.0, (window + 1) * turn_ms - check_ms)
+        guessed = prod(self._snapshot.draft_goes_on(chain[0], chain[1], window + 1))
+        return guessed * max(0.0, draft.time_ms - left_ms)
 
     def busy_ms(self, plan: Plan) -> float:
         """Of a replica's time, what a committed token takes of the model that it takes most of: where many requests

@@ -85,7 +85,7 @@ def choose_probe(
     with_target = [(name, models[-1]) for name in models[:-1] if (name, models[-1]) in pairs]
     strange = [pair for pair in with_target if own.positions(pair) < _wanted_positions(snapshot.pairs[pair])]
     share = explore if unknown or vague or strange else explore / 2.0
-    wanted = unknown or vague or ([_longest_ago(budget, strange, models[-1])] if strange else pairs)
+    wanted = unknown or vague or (_of_one_level(strange, budget, snapshot) if strange else pairs)
     probed = tuple(name for name in models[:-1] if any(name in pair for pair in wanted))
     count = min(num_committed_outputs - max(own.probed_len.get(name, 0) for name in probed), MOST_POSITIONS)
     least = FEWEST_POSITIONS if unknown else LEAST_POSITIONS
@@ -106,6 +106,8 @@ def _wanted_positions(pair: PairEstimate) -> float:
     return pair.prior_positions if pair.prior_positions < ALL_ALIKE else 0.0
 
 
-def _longest_ago(budget: ProbeBudget, pairs: Sequence[Pair], target: str) -> Pair:
-    """The pair of which one was not probed for longest; the target never is."""
-    return min(pairs, key=lambda pair: min(budget.last_probed.get(name, 0) for name in pair if name != target))
+def _of_one_level(pairs: Sequence[Pair], budget: ProbeBudget, snapshot: TableSnapshot) -> list[Pair]:
+    """Pairs with the target: those of the drafter that was not probed for longest, and of its alternatives."""
+    level = {name: snapshot.models[name].level for name, _ in pairs}
+    longest_ago = min(level, key=lambda name: budget.last_probed.get(name, 0))
+    return [pair for pair in pairs if level[pair[0]] == level[longest_ago]]

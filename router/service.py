@@ -35,7 +35,7 @@ from kvstate.protocol import (
     Verdict,
 )
 from router.classes import context_of
-from router.driver import MOST_BEHIND, Commit, RoundDriver, TargetLost
+from router.driver import Commit, RoundDriver, TargetLost
 from router.learned import NOTHING, Learned
 from router.links import Outbound, StepCalls
 from router.own_rates import Missing, OwnRates
@@ -44,6 +44,7 @@ from router.planning import Planning, RequestObserver, RouterSettings
 from router.probing import ProbePlan
 from router.sequence import Holder, Limits, RunningSequence, TargetCounts
 from router.stats import RouterStats
+from router.steps import MOST_BEHIND
 from router.table_view import explain
 
 log = logging.getLogger(__name__)
@@ -75,6 +76,7 @@ class Request:
     own: OwnRates
     counts: TargetCounts = field(default_factory=TargetCounts)
     chain: tuple[str, ...] = ()
+    drafters: tuple[str, ...] = ()
     sequence: RunningSequence | None = None
     task: asyncio.Task[None] | None = None
     cut_len: int | None = None
@@ -322,7 +324,7 @@ class RouterCore:
 
     async def _generate(self, request: Request, sequence: RunningSequence) -> None:
         limits = Limits(request.message.max_tokens, frozenset(request.message.stop_ids))
-        observer = RequestObserver(self.planning, request.own)
+        observer = self.planning.observer(request.own)
         driver = RoundDriver(
             sequence,
             limits,
@@ -335,6 +337,7 @@ class RouterCore:
         try:
             await self._rounds(request, driver, observer)
         finally:
+            driver.stop()
             for probe in request.probes:
                 probe.cancel()
 
@@ -347,7 +350,7 @@ class RouterCore:
         self._deliver(request, sequence, commit)
         while commit.finish_reason is None:
             plan = self._plan(request, sequence, self._missing(sequence))
-            observer.keeps_step = plan.keeps_step
+            observer.plan = plan
             self._start_probe(request, driver, plan)
             started_s = self._clock()
             commit = await driver.round(plan)
@@ -365,7 +368,8 @@ class RouterCore:
         own = request.own
         self.planning.is_overloaded, self.planning.table.num_open = self._is_overloaded, len(self._requests)
         speculation = request.message.speculation
-        plan = self.planning.plan(tuple(sequence.holders), speculation, own.shifts, missing, own.context)
+        plan = self.planning.plan(tuple(sequence.holders), speculation, own, missing, request.drafters)
+        request.drafters = plan.drafters
         request.chain = plan.label
         return plan
 
@@ -382,7 +386,7 @@ class RouterCore:
         return tuple(sorted(missing))
 
     def _count_round(self, request: Request, plan: Plan, seconds: float, num_tokens: int) -> None:
-        self.stats.add_round(plan.label, seconds, num_tokens)
+        self.stats.add_round(plan.kind, seconds, num_tokens)
         self.planning.record_round(plan, seconds, num_tokens, request.message.speculation)
 
     def _deliver(self, request: Request, sequence: RunningSequence, commit: Commit) -> None:

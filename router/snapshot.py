@@ -81,11 +81,14 @@ class PairEstimate:
 
 @dataclass(frozen=True, slots=True)
 class TableSnapshot:
-    """`association`: see `Association`; a triple that is not in it is taken to be independent."""
+    """`association`: see `Association`; a triple that is not in it is taken to be independent. `num_open`: requests
+    that there are.
+    """
 
     models: Mapping[str, ModelCost]
     pairs: Mapping[Pair, PairEstimate]
     association: Mapping[Triple, float] = field(default_factory=dict)
+    num_open: int = 1
 
     def uneven(self) -> "TableSnapshot":
         """The table as plans meet it whose requests do not keep step with one another.

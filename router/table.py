@@ -184,7 +184,7 @@ class RouterTable:
             return
         entry = self._models[model]
         entry.fit.observe(timing)
-        weight = timing.batches / max(timing.sequences, timing.batches)  # all that share a batch tell the same of it
+        weight = 1.0 / entry.sharing.value  # all that share a batch tell of it, so each counts that much less
         entry.sharing.add(timing.sequences / timing.batches, weight)
         entry.queue_ms.add(timing.queue_s * 1e3, weight)
         queues = entry.queue_batches if keeps_step else entry.uneven_queue_batches
@@ -284,7 +284,7 @@ class RouterTable:
         for key, pair in self._contexts.get(context, {}).items():
             pairs[key] = pair.estimate(*key, pairs[key])
         association = {triple: association.strength for triple, association in self._triples.items()}
-        return TableSnapshot(models, pairs, association)
+        return TableSnapshot(models, pairs, association, self.num_open)
 
 
 def _doubt(entries: Mapping[Pair, _Pair], changed: Pair) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from kvstate.protocol import Member, Speculation
 from router.keys import EVERY, Context, Pair
-from router.plan import Plan
+from router.plan import Plan, stated
 from router.planning import Planning
 from router.snapshot import ModelCost, PairEstimate
 from router.table import RouterTable
@@ -17,7 +17,7 @@ def explain(planning: Planning, members: Sequence[Member], can_serve: bool) -> d
         row["replicas"] = [_replica_row(member, planning) for member in members if member.info.model == row["name"]]
     plan = planning.plan(planning.table.models, Speculation()) if can_serve else Plan((), (), 0.0)
     return {
-        "chain": plan.label,
+        "chain": [stated(element) for element in plan.label],
         "windows": plan.windows,
         **rows,
         "candidates": [_candidate_row(planning, candidate) for candidate in planning.candidates()],
@@ -26,9 +26,9 @@ def explain(planning: Planning, members: Sequence[Member], can_serve: bool) -> d
 
 
 def _candidate_row(planning: Planning, plan: Plan) -> dict[str, object]:
-    record = planning.records.get(plan.label)
+    record = planning.records.get(plan.kind)
     return {
-        "chain": plan.label,
+        "chain": [stated(element) for element in plan.label],
         "windows": plan.windows,
         "tail_window": plan.tail.window if plan.tail is not None else None,
         "predicted_ms_per_token": plan.predicted_ms_per_token,

@@ -146,8 +146,6 @@ def test_model_options_of_later_releases_are_refused(change: Change, path: str) 
 @pytest.mark.parametrize(
     ("change", "path"),
     [
-        (lambda d: d["models"][1].update(level=1), "models[1].level"),
-        (lambda d: d["router"].update(policy="fixed", chain=[["ngram", "small"], "large"]), "router.chain[0]"),
         (lambda d: d["security"].update(tls={"cert": "a", "key": "b", "ca": "c"}), "security.tls"),
     ],
 )

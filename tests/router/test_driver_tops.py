@@ -1,11 +1,12 @@
 """A driver's rounds and probes over engines of emulated models, each a step away: which distributions come back."""
 
 import asyncio
+from collections.abc import Sequence
 
 from kvstate.protocol import Check, Drafted, Message, Need, Probe, Probed, Sampling, Timing, Verdict
 from models.emulated import EmulatedBackend, EmulateSpec
 from models.engine import Engine
-from router.checks import CheckSeen
+from router.checks import CheckSeen, ProposalsSeen
 from router.divergence import DivergenceEstimate
 from router.driver import RoundDriver
 from router.links import StepCalls
@@ -54,6 +55,16 @@ class Deaf:
     def drafted(self, model: str, num_asked: int, num_drafted: int) -> None: ...
 
     def checked(self, seen: CheckSeen) -> None: ...
+
+    def proposed(self, seen: ProposalsSeen) -> None: ...
+
+    def turn(self, drafters: Sequence[str], seconds: float) -> None: ...
+
+    def trust(self, drafter: str, stated: float) -> float:
+        return stated
+
+    def turn_deadline_s(self, drafters: Sequence[str]) -> float:
+        return 1.0
 
 
 def drive(replicas: Replicas, num_top: int) -> tuple[RunningSequence, Probed]:

@@ -9,7 +9,7 @@ from kvstate.protocol import Profile, Speculation
 from router.acceptance import Dispersion
 from router.checks import CheckSeen
 from router.own_rates import MOST_SHIFT, OwnRates, shifted
-from router.planning import Planning, RequestObserver, RouterSettings
+from router.planning import Planning, RouterSettings
 from router.snapshot import PairEstimate, TableSnapshot
 from router.stats import RouterStats
 from router.table import RouterTable
@@ -71,7 +71,7 @@ def test_shifting_moves_the_rates_of_the_pair_and_of_no_other() -> None:
 def test_a_request_whose_drafts_fail_stops_drafting_while_others_go_on() -> None:
     planning = planning_of(Profile(4.0), Profile(20.0, 0.5))
     for _ in range(4):
-        good, bad = RequestObserver(planning, OwnRates()), RequestObserver(planning, OwnRates())
+        good, bad = planning.observer(OwnRates()), planning.observer(OwnRates())
         for _ in range(40):
             for observer, accepted in ((good, 4), (bad, 0)):
                 observer.checked(CheckSeen(*PAIR, 4, accepted, 4))
@@ -79,8 +79,8 @@ def test_a_request_whose_drafts_fail_stops_drafting_while_others_go_on() -> None
         for observer in (good, bad):
             planning.record_request(observer.own)
     models = ("drafter", "target")
-    assert planning.plan(models, Speculation(), good.own.shifts).chain == models
-    assert planning.plan(models, Speculation(), bad.own.shifts).chain == ("target",)
+    assert planning.plan(models, Speculation(), good.own).chain == models
+    assert planning.plan(models, Speculation(), bad.own).chain == ("target",)
 
 
 @pytest.mark.parametrize(("spread", "least", "most"), [(0.0, 80.0, 200.0), (0.3, 4.0, 12.0)])
@@ -122,7 +122,7 @@ def test_a_request_that_suits_a_pair_does_not_speak_for_all() -> None:
     planning = planning_of(Profile(1.0), Profile(1.0))
     rng = random.Random(3)
     for number in range(80):
-        suits, observer = number % 10 == 0, RequestObserver(planning, OwnRates())
+        suits, observer = number % 10 == 0, planning.observer(OwnRates())
         for _ in range(200 if suits else 12):
             observer.checked(CheckSeen(*PAIR, 1, int(rng.random() < (0.95 if suits else 0.2)), 1))
             observer.own.end_round()
@@ -134,7 +134,7 @@ def test_where_requests_are_alike_all_of_a_long_one_is_learned() -> None:
     planning = planning_of(Profile(1.0), Profile(1.0))
     rng = random.Random(3)
     for _ in range(40):
-        observer = RequestObserver(planning, OwnRates())
+        observer = planning.observer(OwnRates())
         for _ in range(100):
             observer.checked(CheckSeen(*PAIR, 1, int(rng.random() < 0.7), 1))
         planning.record_request(observer.own)
@@ -143,12 +143,12 @@ def test_where_requests_are_alike_all_of_a_long_one_is_learned() -> None:
 
 def test_a_level_that_joins_late_must_be_worth_what_it_computes_first() -> None:
     planning = planning_of(Profile(4.0, 0.5), Profile(20.0, 0.5))
-    observer = RequestObserver(planning, OwnRates())
+    observer = planning.observer(OwnRates())
     for _ in range(100):
         observer.checked(CheckSeen(*PAIR, 4, 2, 4))
     for num_rows, chain in ((0, PAIR), (128, PAIR), (4096, PAIR[1:])):
         missing = (("drafter", num_rows),) if num_rows else ()
-        plan = planning.plan(PAIR, Speculation(), (), missing)
+        plan = planning.plan(PAIR, Speculation(), None, missing)
         assert plan.chain == chain
         joined = planning.plan(PAIR, Speculation())
         if num_rows == 128:

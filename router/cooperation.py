@@ -1,0 +1,124 @@
+"""What is learned of drafters that stand on one level: whom a request goes to, what several together are worth.
+
+One per router. The parts are pure and know nothing of one another: router/subjects.py, router/expertise.py,
+router/fusion.py, router/calibration.py.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from router.acceptance import log_odds, shift_rate
+from router.calibration import Calibration, Trusting
+from router.checks import ProposalsSeen
+from router.expertise import Rates, alternatives, groups_of, routing_vector, with_group
+from router.fusion import FusionGain
+from router.latency import Ewma
+from router.own_rates import OwnRates, Shifts
+from router.plan import members_of
+from router.snapshot import TableSnapshot
+from router.subjects import Evidence, Subjects, Suits
+
+STEP = 0.25
+"""In log-odds, to which what a drafter is expected to be in a request is rounded, so that requests share plans."""
+
+MOST_TURN_RATIO = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """`models` that a request's plan may name, cheapest first; `groups` of drafters that it may name too; `rates` of
+    the drafters chosen among alternatives, and `shifts` of other pairs.
+    """
+
+    models: tuple[str, ...]
+    groups: tuple[str, ...] = ()
+    rates: Rates = ()
+    shifts: Shifts = ()
+
+
+class Cooperation:
+    """`table`: the table as it is for all requests, now."""
+
+    def __init__(self, table: Callable[[], TableSnapshot]) -> None:
+        self._table = table
+        self._calibrations: dict[str, Calibration] = {}
+        self._subjects: defaultdict[int, Subjects] = defaultdict(Subjects)
+        self._turn_ratio = Ewma(value=1.0)
+        self.gain = FusionGain()
+
+    def trusting(self) -> Trusting:
+        """Of one request."""
+        return Trusting(self._calibrations)
+
+    def route(
+        self, models: Sequence[str], snapshot: TableSnapshot, own: OwnRates, in_use: Sequence[str], most: int
+    ) -> Routed:
+        """Of each level with several models the `most` promising ones for the request; groups of those of the first
+        such level.
+        """
+        routed = Routed(tuple(models), shifts=own.shifts)
+        for names in alternatives(models, snapshot.models):
+            suits = self._suits(names, models[-1], snapshot, own)
+            chosen = [entry.drafter for entry in routing_vector(suits, in_use)[:most]]
+            kept = tuple(name for name in routed.models if name in chosen or name not in names)
+            shifts = tuple(shift for shift in routed.shifts if set(shift[0]) <= set(kept) and shift[0][0] not in names)
+            rates = (*routed.rates, *(((name, models[-1]), _rounded(suits[name])) for name in sorted(chosen)))
+            routed = Routed(kept, routed.groups or tuple(groups_of(chosen, models)), rates, shifts)
+        return routed
+
+    def proposed(self, seen: ProposalsSeen, snapshot: TableSnapshot, own: OwnRates) -> dict[str, list[int | None]]:
+        """What each of several drafters proposed at the positions; each was on trial there, and so was the fused token.
+
+        Empty where it was one drafter's own draft, of which the check tells.
+        """
+        drafters = sorted({name for stated in seen.stated for name in stated})
+        if len(drafters) < 2:
+            return {}
+        suits = self._suits(drafters, seen.upper, snapshot, own)
+        num_right = sum(token == truth for token, truth in zip(seen.fused, seen.truth, strict=True))
+        self.gain.observe([suits[name].acceptance for name in drafters], num_right, len(seen.truth))
+        return {name: [stated[name][0][0] if name in stated else None for stated in seen.stated] for name in drafters}
+
+    def ended(self, own: OwnRates, snapshot: TableSnapshot, models: Sequence[str]) -> None:
+        """A request."""
+        for names in alternatives(models, snapshot.models):
+            base, evidence = _evidence(names, models[-1], snapshot, own)
+            self._subjects[snapshot.models[names[0]].level].learn(base, evidence)
+
+    def turn(self, drafters: Sequence[str], seconds: float) -> None:
+        """What one position took that these drafted together."""
+        expected_ms = self._expected_turn_ms(drafters)
+        if expected_ms > 0.0 and len(drafters) > 1:
+            self._turn_ratio.add(min(MOST_TURN_RATIO, seconds * 1e3 / expected_ms))
+
+    def turn_ms(self, drafters: Sequence[str]) -> float:
+        return self._turn_ratio.value * self._expected_turn_ms(drafters)
+
+    def with_group(self, seen: TableSnapshot, group: str, models: Sequence[str]) -> TableSnapshot:
+        """A table in which the group stands as a model."""
+        members = members_of(group)
+        uppers = [name for name in models if seen.models[name].level > seen.models[members[0]].level]
+        acceptances = {
+            upper: self.gain.acceptance([seen.acceptance(name, upper) for name in members]) for upper in uppers
+        }
+        return with_group(seen, group, self.turn_ms(members), acceptances)
+
+    def _suits(self, names: Sequence[str], upper: str, snapshot: TableSnapshot, own: OwnRates) -> dict[str, Suits]:
+        base, evidence = _evidence(names, upper, snapshot, own)
+        return self._subjects[snapshot.models[names[0]].level].suits(base, evidence)
+
+    def _expected_turn_ms(self, drafters: Sequence[str]) -> float:
+        models = self._table().models
+        return max(models[name].call_ms(1.0) for name in drafters)
+
+
+def _evidence(
+    names: Sequence[str], upper: str, snapshot: TableSnapshot, own: OwnRates
+) -> tuple[dict[str, float], Evidence]:
+    base = {name: snapshot.acceptance(name, upper) for name in names}
+    return base, {name: own.lately((name, upper)) for name in names}
+
+
+def _rounded(suits: Suits) -> float:
+    return shift_rate(0.5, STEP * round(log_odds(suits.acceptance) / STEP))

@@ -1,0 +1,135 @@
+"""What kinds of requests there are, told apart by which drafters suit them: a mixture learned while serving. Pure.
+
+A subject is a set of rates, one per drafter: how often its tokens are accepted in requests of that subject. Subjects
+are not given and have no names; each request that ends joins the one that explains it best, or begins one where none
+does (a Dirichlet process, decided at once). So a few positions of a few drafters tell of those that were never tried in
+a request: where one expert does well, the others of its subject do.
+Units: positions. Letters: S subjects, D drafters.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from scipy.special import betaln
+
+MOST_SUBJECTS = 16
+NEW_REQUESTS = 0.5
+"""How many requests' worth of likelihood a subject has that was never seen."""
+
+BASE_POSITIONS = 3.0
+"""How many positions of a subject it is worth what the table says of all requests."""
+
+OWN_POSITIONS = 16.0
+"""How many of its own positions a request must show to be believed as much as its subject."""
+
+MOST_POSITIONS = 40.0
+"""Of one drafter in one request: more would be believed to say more of its subject than they do."""
+
+FADE = 0.995
+"""Of what is known, per request that ends."""
+
+Floats = npt.NDArray[np.float64]
+
+Evidence = Mapping[str, tuple[float, float]]
+"""By drafter: positions of one request at which it was tried, and those at which its token was accepted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Suits:
+    """How often a drafter's tokens are expected to be accepted in a request, and the standard deviation of that."""
+
+    acceptance: float
+    deviation: float
+
+
+class Subjects:
+    """Over the drafters of one level, which may become more."""
+
+    def __init__(self, drafters: Sequence[str] = ()) -> None:
+        self._drafters: dict[str, int] = {name: column for column, name in enumerate(drafters)}
+        self._requests: Floats = np.zeros(0)
+        self._tried: Floats = np.zeros((0, len(drafters)))
+        self._right: Floats = np.zeros((0, len(drafters)))
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def suits(self, base: Mapping[str, float], evidence: Evidence) -> dict[str, Suits]:
+        """Of the drafters in `base`, which says how often their tokens are accepted over all requests."""
+        self._know(base)
+        rates, (tried, right) = self._rates(base), self._row(evidence)
+        fits = (
+            np.log(np.append(self._requests, NEW_REQUESTS)) + np.log(rates) @ right + np.log1p(-rates) @ (tried - right)
+        )
+        shares = np.exp(fits - fits.max())
+        shares /= shares.sum()
+        means = shares @ rates
+        spreads = shares @ (rates - means) ** 2
+        own = (right + OWN_POSITIONS * means) / (tried + OWN_POSITIONS)
+        variances = spreads + means * (1.0 - means) / (tried + OWN_POSITIONS)
+        return {
+            name: Suits(float(own[column]), float(np.sqrt(variances[column])))
+            for name, column in self._drafters.items()
+            if name in base
+        }
+
+    def learn(self, base: Mapping[str, float], evidence: Evidence) -> None:
+        """A request ended."""
+        self._know(base)
+        tried, right = self._row(evidence)
+        if not tried.any():
+            return
+        counted = np.minimum(tried, MOST_POSITIONS)
+        right, tried = right * counted / np.maximum(tried, 1e-9), counted
+        prior = self._base(base)
+        a = np.vstack([self._right, np.zeros_like(tried)]) + BASE_POSITIONS * prior
+        b = np.vstack([self._tried - self._right, np.zeros_like(tried)]) + BASE_POSITIONS * (1.0 - prior)
+        fits = np.log(np.append(self._requests, NEW_REQUESTS))
+        fits = fits + (betaln(a + right, b + tried - right) - betaln(a, b)).sum(axis=1)
+        best = int(fits.argmax())
+        self._requests, self._tried, self._right = FADE * self._requests, FADE * self._tried, FADE * self._right
+        if best == len(self):
+            best = self._begin()
+        self._requests[best] += 1.0
+        self._tried[best] += tried
+        self._right[best] += right
+
+    def _begin(self) -> int:
+        """A new subject; where there are too many, in place of the one with the fewest requests."""
+        if len(self) < MOST_SUBJECTS:
+            nothing = np.zeros((1, len(self._drafters)))
+            self._requests = np.append(self._requests, 0.0)
+            self._tried, self._right = np.vstack([self._tried, nothing]), np.vstack([self._right, nothing])
+            return len(self) - 1
+        fewest = int(self._requests.argmin())
+        self._requests[fewest] = self._tried[fewest] = self._right[fewest] = 0.0
+        return fewest
+
+    def _rates(self, base: Mapping[str, float]) -> Floats:
+        """[S + 1, D]; the last one of a subject that was never seen."""
+        prior = self._base(base)
+        known = (self._right + BASE_POSITIONS * prior) / (self._tried + BASE_POSITIONS)
+        rates: Floats = np.clip(np.vstack([known, prior]), 0.01, 0.99)
+        return rates
+
+    def _base(self, base: Mapping[str, float]) -> Floats:
+        rates = np.full(len(self._drafters), 0.5)
+        for name, rate in base.items():
+            rates[self._drafters[name]] = min(0.99, max(0.01, rate))
+        return rates
+
+    def _row(self, evidence: Evidence) -> tuple[Floats, Floats]:
+        tried, right = np.zeros(len(self._drafters)), np.zeros(len(self._drafters))
+        for name, (positions, accepted) in evidence.items():
+            if name in self._drafters:
+                tried[self._drafters[name]], right[self._drafters[name]] = positions, accepted
+        return tried, right
+
+    def _know(self, names: Mapping[str, float]) -> None:
+        for name in names:
+            if name not in self._drafters:
+                self._drafters[name] = len(self._drafters)
+                nothing = np.zeros((len(self), 1))
+                self._tried, self._right = np.hstack([self._tried, nothing]), np.hstack([self._right, nothing])
