@@ -84,7 +84,7 @@ class Cooperation:
         """A request."""
         for names in alternatives(models, snapshot.models):
             base, evidence = _evidence(names, models[-1], snapshot, own)
-            self._subjects[snapshot.models[names[0]].level].learn(base, evidence)
+            self._subjects[snapshot.models[names[0]].level].learn(base, evidence, own.words)
 
     def turn(self, drafters: Sequence[str], seconds: float) -> None:
         """What one position took that these drafted together."""
@@ -106,7 +106,7 @@ class Cooperation:
 
     def _suits(self, names: Sequence[str], upper: str, snapshot: TableSnapshot, own: OwnRates) -> dict[str, Suits]:
         base, evidence = _evidence(names, upper, snapshot, own)
-        return self._subjects[snapshot.models[names[0]].level].suits(base, evidence)
+        return self._subjects[snapshot.models[names[0]].level].suits(base, evidence, own.words)
 
     def _expected_turn_ms(self, drafters: Sequence[str]) -> float:
         models = self._table().models

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from router.acceptance import log_odds, shift_rate
 from router.keys import EVERY, Context, Pair
 from router.snapshot import ALL_ALIKE, TableSnapshot
+from router.subjects import NO_WORDS, Words
 
 Shifts = tuple[tuple[Pair, float], ...]
 """In log-odds, by pair, sorted; pairs that are as the table says are not named."""
@@ -58,10 +59,11 @@ class _Seen:
 @dataclass(slots=True)
 class OwnRates:
     """Of one request; `shifts` are those of the present round, `probed_len` the output's length at each model's last
-    probe.
+    probe; `words` as in router/subjects.py.
     """
 
     context: Context = EVERY
+    words: Words = field(default_factory=lambda: NO_WORDS)
     shifts: Shifts = ()
     probed_len: dict[str, int] = field(default_factory=dict)
     _seen: dict[Pair, _Seen] = field(default_factory=dict)

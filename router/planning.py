@@ -55,6 +55,11 @@ class RouterSettings:
     def target(self) -> str:
         return self.models[-1]
 
+    @property
+    def has_alternatives(self) -> bool:
+        """Whether some level has several models."""
+        return len(set(self.levels)) < len(self.levels)
+
     def level_of(self, model: str) -> int:
         index = self.models.index(model)
         return self.levels[index] if self.levels else index + 1

@@ -45,6 +45,7 @@ from router.probing import ProbePlan
 from router.sequence import Holder, Limits, RunningSequence, TargetCounts
 from router.stats import RouterStats
 from router.steps import MOST_BEHIND
+from router.subjects import NO_WORDS, words_of
 from router.table_view import explain
 
 log = logging.getLogger(__name__)
@@ -220,7 +221,8 @@ class RouterCore:
     # --------------------------------------------------------------------------------------------------- one request
 
     def _open(self, ingress_id: str, message: OpenRequest) -> None:
-        own = OwnRates(context_of(message.request_class, message.sampling))
+        words = words_of(message.prompt) if self._settings.has_alternatives else NO_WORDS
+        own = OwnRates(context_of(message.request_class, message.sampling), words)
         request = Request(ingress_id, message, self._clock() + message.deadline_s, list(message.delivered), own)
         if message.delivered:
             self.stats.resumed_requests["router_lost"] += 1

@@ -3,8 +3,9 @@
 A subject is a set of rates, one per drafter: how often its tokens are accepted in requests of that subject. Subjects
 are not given and have no names; each request that ends joins the one that explains it best, or begins one where none
 does (a Dirichlet process, decided at once). So a few positions of a few drafters tell of those that were never tried in
-a request: where one expert does well, the others of its subject do.
-Units: positions. Letters: S subjects, D drafters.
+a request: where one expert does well, the others of its subject do. And the prompt's words, by which subjects differ
+too, tell before any position does; what positions say comes to outweigh them.
+Units: positions. Letters: S subjects, D drafters, W hashed words.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,10 +28,20 @@ OWN_POSITIONS = 16.0
 MOST_POSITIONS = 40.0
 """Of one drafter in one request: more would be believed to say more of its subject than they do."""
 
+NUM_WORDS = 1024
+END_TOKENS, MOST_IN_WORD = 48, 3
+"""Words are the runs of up to so many tokens among so many at either end of a prompt, hashed."""
+
+WORD_WEIGHT, MOST_OF_WORDS = 0.25, 6.0
+"""Words come together, so each is believed in part only; and all of them no more than so much log-likelihood."""
+
 FADE = 0.995
 """Of what is known, per request that ends."""
 
 Floats = npt.NDArray[np.float64]
+Words = npt.NDArray[np.int64]
+
+NO_WORDS: Words = np.zeros(0, np.int64)
 
 Evidence = Mapping[str, tuple[float, float]]
 """By drafter: positions of one request at which it was tried, and those at which its token was accepted."""
@@ -44,6 +55,18 @@ class Suits:
     deviation: float
 
 
+def words_of(prompt: Sequence[int]) -> Words:
+    """Of a prompt's tokens, each once."""
+    ends = [prompt] if len(prompt) <= 2 * END_TOKENS else [prompt[:END_TOKENS], prompt[-END_TOKENS:]]
+    runs = (
+        tuple(end[first : first + length])
+        for end in ends
+        for length in range(1, MOST_IN_WORD + 1)
+        for first in range(len(end) - length + 1)
+    )
+    return np.array(sorted({hash(run) % NUM_WORDS for run in runs}), np.int64)
+
+
 class Subjects:
     """Over the drafters of one level, which may become more."""
 
@@ -52,17 +75,17 @@ class Subjects:
         self._requests: Floats = np.zeros(0)
         self._tried: Floats = np.zeros((0, len(drafters)))
         self._right: Floats = np.zeros((0, len(drafters)))
+        self._words: Floats = np.zeros((0, NUM_WORDS))
 
     def __len__(self) -> int:
         return len(self._requests)
 
-    def suits(self, base: Mapping[str, float], evidence: Evidence) -> dict[str, Suits]:
+    def suits(self, base: Mapping[str, float], evidence: Evidence, words: Words = NO_WORDS) -> dict[str, Suits]:
         """Of the drafters in `base`, which says how often their tokens are accepted over all requests."""
         self._know(base)
         rates, (tried, right) = self._rates(base), self._row(evidence)
-        fits = (
-            np.log(np.append(self._requests, NEW_REQUESTS)) + np.log(rates) @ right + np.log1p(-rates) @ (tried - right)
-        )
+        fits = np.log(rates) @ right + np.log1p(-rates) @ (tried - right)
+        fits += self._likely(words)
         shares = np.exp(fits - fits.max())
         shares /= shares.sum()
         means = shares @ rates
@@ -75,7 +98,7 @@ class Subjects:
             if name in base
         }
 
-    def learn(self, base: Mapping[str, float], evidence: Evidence) -> None:
+    def learn(self, base: Mapping[str, float], evidence: Evidence, words: Words = NO_WORDS) -> None:
         """A request ended."""
         self._know(base)
         tried, right = self._row(evidence)
@@ -86,15 +109,27 @@ class Subjects:
         prior = self._base(base)
         a = np.vstack([self._right, np.zeros_like(tried)]) + BASE_POSITIONS * prior
         b = np.vstack([self._tried - self._right, np.zeros_like(tried)]) + BASE_POSITIONS * (1.0 - prior)
-        fits = np.log(np.append(self._requests, NEW_REQUESTS))
-        fits = fits + (betaln(a + right, b + tried - right) - betaln(a, b)).sum(axis=1)
+        fits = self._likely(words) + (betaln(a + right, b + tried - right) - betaln(a, b)).sum(axis=1)
         best = int(fits.argmax())
-        self._requests, self._tried, self._right = FADE * self._requests, FADE * self._tried, FADE * self._right
+        for known in (self._requests, self._tried, self._right, self._words):
+            np.multiply(known, FADE, out=known)
         if best == len(self):
             best = self._begin()
         self._requests[best] += 1.0
         self._tried[best] += tried
         self._right[best] += right
+        self._words[best, words] += 1.0
+
+    def _likely(self, words: Words) -> Floats:
+        """[S + 1]: log of how many requests each subject had, and of how much its prompts look like this one."""
+        counts = np.append(self._requests, NEW_REQUESTS)
+        if not len(words) or not len(self):
+            return _log(counts)
+        overall = (self._words[:, words].sum(axis=0) + 1.0) / (self._requests.sum() + 2.0)
+        shares = (self._words[:, words] + overall) / (self._requests[:, None] + 1.0)
+        fits = WORD_WEIGHT * _log(shares / overall).sum(axis=1)
+        likely: Floats = _log(counts) + np.append(np.clip(fits, -MOST_OF_WORDS, MOST_OF_WORDS), 0.0)
+        return likely
 
     def _begin(self) -> int:
         """A new subject; where there are too many, in place of the one with the fewest requests."""
@@ -102,9 +137,11 @@ class Subjects:
             nothing = np.zeros((1, len(self._drafters)))
             self._requests = np.append(self._requests, 0.0)
             self._tried, self._right = np.vstack([self._tried, nothing]), np.vstack([self._right, nothing])
+            self._words = np.vstack([self._words, np.zeros((1, NUM_WORDS))])
             return len(self) - 1
         fewest = int(self._requests.argmin())
-        self._requests[fewest] = self._tried[fewest] = self._right[fewest] = 0.0
+        for known in (self._requests, self._tried, self._right, self._words):
+            known[fewest] = 0.0
         return fewest
 
     def _rates(self, base: Mapping[str, float]) -> Floats:
@@ -133,3 +170,8 @@ class Subjects:
                 self._drafters[name] = len(self._drafters)
                 nothing = np.zeros((len(self), 1))
                 self._tried, self._right = np.hstack([self._tried, nothing]), np.hstack([self._right, nothing])
+
+
+def _log(values: Floats) -> Floats:
+    logarithms: Floats = np.log(values)
+    return logarithms

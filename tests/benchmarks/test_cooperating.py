@@ -1,0 +1,186 @@
+"""Drafters of one level together, over the joined cores: the text is the target's whatever they propose."""
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.inprocess import InProcessCluster, running
+from kvstate.protocol import Sampling, Speculation
+from models.backend import Backend, Slice
+from models.emulated import EmulatedBackend, EmulateSpec
+from models.processing import Row
+from models.sampling import guesses, sample
+from router.planning import RouterSettings
+
+GREEDY = Sampling()
+PROMPTS = [b"Hello world", b"The quick brown fox", b"code: x", b"math: 2 + 2"]
+NAMES = ("a", "b", "c", "t")
+SETTINGS = RouterSettings(NAMES, levels=(1, 1, 1, 2))
+TOGETHER = Speculation("fixed", ("a|b|c", "t"), (5,))
+TOGETHER_AHEAD = Speculation("fixed", ("a|b|c", "t"))
+
+
+def drafters(
+    errors: str = "own", base_ms: float = 0.3, target_ms: float = 0.3, eos_after: int | None = None
+) -> dict[str, Backend]:
+    specs = {
+        name: EmulateSpec(base_ms, agreement, errors=errors, confidence_spread=0.2, eos_after=eos_after)  # type: ignore[arg-type]
+        for name, agreement in zip("abc", (0.8, 0.7, 0.5), strict=True)
+    }
+    specs["t"] = EmulateSpec(target_ms, 1.0, errors=errors, eos_after=eos_after)  # type: ignore[arg-type]
+    return {name: EmulatedBackend(name, rank, spec, 512) for rank, (name, spec) in enumerate(specs.items())}
+
+
+async def alone(cluster: InProcessCluster, prompt: bytes, max_tokens: int) -> list[int]:
+    return (await cluster.generate(prompt, GREEDY, max_tokens, (256,), Speculation("off"))).tokens
+
+
+@pytest.mark.parametrize("speculation", [TOGETHER, TOGETHER_AHEAD, Speculation()])
+@pytest.mark.parametrize("errors", ["own", "shared"])
+async def test_fused_text_is_the_targets_with_accepted_and_rejected_drafts(
+    errors: str, speculation: Speculation
+) -> None:
+    async with running(drafters(errors, target_ms=2.0), SETTINGS) as cluster:
+        for prompt in PROMPTS:
+            output = await cluster.generate(prompt, GREEDY, 60, (256,), speculation)
+            assert output.tokens == await alone(cluster, prompt, 60)
+            assert output.metrics is not None
+            assert 0 < output.metrics.accepted_draft_tokens < output.metrics.draft_tokens
+
+
+async def test_fusion_is_right_more_often_than_its_best_drafter() -> None:
+    async def mean_length(cluster: InProcessCluster, speculation: Speculation) -> float:
+        outputs = [await cluster.generate(p, GREEDY, 200, (256,), speculation) for p in PROMPTS]
+        metrics = [o.metrics for o in outputs if o.metrics is not None]
+        return sum(m.accepted_draft_tokens for m in metrics) / sum(m.rounds for m in metrics)
+
+    async with running(drafters(), SETTINGS) as cluster:
+        best = await mean_length(cluster, Speculation("fixed", ("a", "t"), (5,)))
+        assert await mean_length(cluster, TOGETHER) > best + 0.3
+
+
+@pytest.mark.parametrize("eos_after", [0, 1, 9, 33])
+async def test_nothing_follows_the_end_of_text(eos_after: int) -> None:
+    async with running(drafters(target_ms=2.0, eos_after=eos_after), SETTINGS) as cluster:
+        for speculation in (TOGETHER, TOGETHER_AHEAD):
+            output = await cluster.generate(PROMPTS[0], GREEDY, 60, (256,), speculation)
+            assert output.tokens[-1] == 256
+            assert len(output.tokens) == eos_after + 1
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 7])
+async def test_length_limit_is_exact(max_tokens: int) -> None:
+    async with running(drafters(target_ms=2.0), SETTINGS) as cluster:
+        for speculation in (TOGETHER, TOGETHER_AHEAD):
+            output = await cluster.generate(PROMPTS[1], GREEDY, max_tokens, (256,), speculation)
+            assert output.tokens == await alone(cluster, PROMPTS[1], max_tokens)
+
+
+async def test_many_at_once_keep_their_texts() -> None:
+    async with running(drafters(target_ms=1.0), SETTINGS) as cluster:
+        wanted = [await alone(cluster, p, 50) for p in PROMPTS]
+        for speculation in (TOGETHER, Speculation()):
+            many = [cluster.generate(p, GREEDY, 50, (256,), speculation) for p in PROMPTS * 3]
+            assert [o.tokens for o in await asyncio.gather(*many)] == wanted * 3
+
+
+async def test_a_drafter_lost_from_a_group_leaves_the_others_drafting() -> None:
+    async with running(drafters(), SETTINGS) as cluster:
+        wanted = await alone(cluster, PROMPTS[0], 80)
+        stream = cluster.stream(PROMPTS[0], GREEDY, 80, (256,), TOGETHER)
+        parts = [await anext(stream)]
+        cluster.lose_replica("b")
+        parts += [part async for part in stream]
+        assert [token for part in parts for token in part.tokens] == wanted
+        metrics = parts[-1].metrics
+        assert metrics is not None
+        assert metrics.accepted_draft_tokens > 20
+
+
+async def test_a_slow_drafter_stalls_a_draft_for_one_turns_deadline_and_no_longer() -> None:
+    """One of three takes 0.4 s per step: waited for at each of 8 tokens it would cost 3 s a round."""
+    backends = drafters()
+    slow = backends["c"]
+    assert isinstance(slow, EmulatedBackend)
+    async with running(backends, SETTINGS) as cluster:
+        wanted = await alone(cluster, PROMPTS[0], 60)
+        await cluster.generate(PROMPTS[1], GREEDY, 60, (256,), TOGETHER)  # what a turn takes is known
+        slow.update(EmulateSpec(400.0, 0.5, errors="own", confidence_spread=0.2))
+        started_s = time.monotonic()
+        output = await cluster.generate(PROMPTS[0], GREEDY, 60, (256,), TOGETHER)
+        took_s = time.monotonic() - started_s
+    assert output.tokens == wanted
+    assert output.metrics is not None
+    assert took_s < 0.4 * output.metrics.rounds / 2, f"{took_s:.2f} s in {output.metrics.rounds} rounds"
+
+
+async def test_requests_go_to_the_drafters_of_their_subject() -> None:
+    rng, subjects = random.Random(5), ("code: ", "math: ", "text: ")
+    specs = {
+        name: EmulateSpec(0.3, {s: 0.9 if s == own else 0.2 for s in subjects} | {"default": 0.2}, errors="own")
+        for name, own in zip("abc", subjects, strict=True)
+    }
+    backends: dict[str, Backend] = {n: EmulatedBackend(n, i, spec, 512) for i, (n, spec) in enumerate(specs.items())}
+    backends["t"] = EmulatedBackend("t", 3, EmulateSpec(4.0, 1.0, errors="own"), 512)
+    chosen: Counter[tuple[str, str]] = Counter()
+    async with running(backends, replace(SETTINGS, cooperate=1, draft_ahead=False)) as cluster:
+        for number in range(60):
+            subject = rng.choice(subjects)
+            output = await cluster.generate(f"{subject}{number} and some words".encode(), GREEDY, 32, (256,))
+            assert output.metrics is not None
+            if number >= 30:
+                chosen[subject, output.metrics.chain[0]] += 1
+    right = sum(chosen[s, name] for name, s in zip("abc", subjects, strict=True))
+    assert right >= 0.9 * sum(chosen.values()), chosen
+
+
+class TableBackend:
+    """Eight tokens whose logits are the same after every text, so that all samples are of one distribution."""
+
+    vocabulary = "eight"
+    context_len = 4096
+    block_tokens = 16
+    num_blocks = 8192
+    end_ids: frozenset[int] = frozenset()
+
+    def __init__(self, logits: Sequence[float]) -> None:
+        self.logits = torch.tensor(logits)
+
+    def forward(self, slices: Sequence[Slice]) -> list[list[int | None]]:
+        made: list[list[int | None]] = []
+        for s in slices:
+            rows = [Row(position + 1, s.sampling, s.tokens, s.prompt_len) for position in range(s.sample_from, s.end)]
+            logits = self.logits.expand(len(rows), -1)
+            samples = sample(logits, rows) if rows else []
+            made.append([*samples])
+            if s.guesses is not None:
+                s.guesses.rows.extend(guesses(logits, rows, samples, s.guesses.num_guesses))
+        return made
+
+
+LOGITS = {
+    "a": [0.0, 0.5, 1.0, -1.0, 0.2, 0.3, -0.4, 1.2],
+    "b": [0.6, 0.1, 0.9, -0.7, 0.0, 0.6, -0.2, 0.8],
+    "c": [0.9, -0.3, 0.4, 0.2, 0.1, 1.1, 0.1, 0.3],
+    "t": [1.0, -0.2, 0.8, -0.5, 0.1, 0.9, 0.0, 0.5],
+}
+
+
+async def test_case_11_committed_tokens_follow_the_target_through_fusion() -> None:
+    num_tokens, seeds = 400, range(8)
+    async with running({name: TableBackend(logits) for name, logits in LOGITS.items()}, SETTINGS) as cluster:
+        outputs = await asyncio.gather(
+            *(cluster.generate([1, 2], Sampling(1.0, seed=seed), num_tokens, (), TOGETHER) for seed in seeds)
+        )
+    counts = Counter(token for output in outputs for token in output.tokens)
+    metrics = [output.metrics for output in outputs if output.metrics is not None]
+    assert 0 < sum(m.accepted_draft_tokens for m in metrics) < sum(m.draft_tokens for m in metrics)
+    expected = torch.softmax(torch.tensor(LOGITS["t"], dtype=torch.float64), dim=0) * num_tokens * len(seeds)
+    observed = torch.tensor([counts[token] for token in range(8)], dtype=torch.float64)
+    assert float(((observed - expected) ** 2 / expected).sum()) < 24.32  # exceeded once in a thousand
