@@ -509,6 +509,13 @@ AnyMessage = (
     | Closed
 )
 
+
+def given_tokens(step: "Step") -> tuple[int, ...]:
+    """The tokens of a step that follow one another: without the nodes of a tree."""
+    is_tree = isinstance(step, Check) and step.parents
+    return step.tokens[: -step.count] if is_tree else step.tokens
+
+
 Step = Draft | Check | Probe
 """Messages that make a replica's engine work on one sequence, in the order of their keys."""
 

@@ -18,7 +18,7 @@ O(len(message.tokens) + tokens dropped) and leaves the state untouched when it r
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvstate.protocol import Acked, Check, Commit, Draft, Key, Need, Open, Opened, Probe, Sampling, Step
+from kvstate.protocol import Acked, Check, Commit, Draft, Key, Need, Open, Opened, Probe, Sampling, Step, given_tokens
 
 
 class InvariantError(Exception):
@@ -116,14 +116,15 @@ def accept_step(state: SequenceState, step: Step) -> Ready | Need | Stale:
         return Need(step.seq, step.key, 0, unknown=True)
     if step.from_len > state.committed_len:
         return Need(step.seq, step.key, state.committed_len)
-    end = step.from_len + len(step.tokens)
+    tokens = given_tokens(step)
+    end = step.from_len + len(tokens)
     if end < step.committed_len or not _has_rows(step, end):
         raise MalformedStep(step.seq, end, step.committed_len, step.count)
     only_looks = isinstance(step, Probe) or (isinstance(step, Draft) and step.count == 0)
     if _is_overtaken(state, step, end, only_looks):
         state.last_key = step.key
         return Stale()
-    rolled_back = (_absorb if only_looks else reconcile)(state, step.from_len, step.tokens)
+    rolled_back = (_absorb if only_looks else reconcile)(state, step.from_len, tokens)
     state.committed_len = max(state.committed_len, step.committed_len)
     state.last_key = step.key
     return Ready(rolled_back)
@@ -174,16 +175,24 @@ def _has_rows(step: Step, end: int) -> bool:
     match step:
         case Draft():
             return step.count >= 0 and end >= 1
-        case Check():
+        case Check(parents=()):
             return 0 <= step.count < end
+        case Check():
+            return end >= 1 and is_tree(step.tokens[-step.count :], step.parents)
         case Probe():
             return 0 <= step.count < step.committed_len == end
+
+
+def is_tree(tokens: Sequence[int], parents: Sequence[int]) -> bool:
+    """Whether each of `tokens` follows one before it, or none of them, and no two that are equal follow the same."""
+    in_order = all(-1 <= parent < node for node, parent in enumerate(parents))
+    return len(tokens) == len(parents) == len(set(zip(parents, tokens, strict=False))) and in_order
 
 
 def _is_overtaken(state: SequenceState, step: Draft | Check | Probe, end: int, only_looks: bool) -> bool:
     if not only_looks and end < state.committed_len:
         return True
-    position = _first_difference(state, step.from_len, step.tokens)
+    position = _first_difference(state, step.from_len, given_tokens(step))
     return position is not None and step.committed_len <= position < state.committed_len
 
 

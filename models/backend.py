@@ -6,7 +6,7 @@ position p + 1. Letters: R rows in all, S slices (one per sequence), V vocabular
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvstate.protocol import Guesses, Logprobs, Sampling, Top
 
@@ -37,6 +37,15 @@ class GuessSink:
     rows: list[Guesses] = field(default_factory=list)
 
 
+class Move(NamedTuple):
+    """The KV of one position is copied: from an offset of one block to one of another."""
+
+    from_block: int
+    from_offset: int
+    to_block: int
+    to_offset: int
+
+
 @dataclass(frozen=True, slots=True)
 class Slice:
     """The rows of one sequence in one forward: positions `start` … `end` − 1, KV below `start` being computed.
@@ -50,6 +59,9 @@ class Slice:
     first        the model reads the sequence from this position on, as if it began there
     stop_below   a backend that knows how likely its samples are the target's gives None once all drafted so far are
                  right together with a smaller probability
+    also         (position, block, offset): where the KV of a row is stored besides its own place, for slices after this
+                 one whose rows see it there (models/trees.py)
+    is_branch    a further slice of the sequence of the one before it
     """
 
     tokens: Sequence[int]
@@ -64,6 +76,8 @@ class Slice:
     first: int = 0
     tops: TopSink | None = None
     guesses: GuessSink | None = None
+    also: tuple[tuple[int, int, int], ...] = ()
+    is_branch: bool = False
 
 
 class Backend(Protocol):
@@ -86,4 +100,8 @@ class Backend(Protocol):
         Returns for each slice the samples of its rows `sample_from` … `end` − 1, in order; None where the model has no
         guess worth checking (n-gram only). The target of a chain never returns None.
         """
+        ...
+
+    def move(self, moves: Sequence[Move]) -> None:
+        """Copy the KV of some positions; nothing is read that is written."""
         ...

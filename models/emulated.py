@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvstate.protocol import Guesses, Logprobs
-from models.backend import Slice
+from models.backend import Move, Slice
 from models.hashing import ROOT, mix, mix_text, unit
 
 EOS = 256
@@ -173,9 +173,17 @@ class EmulatedBackend:
         spec = self._spec
         samples = [self._run(slice_) for slice_ in slices]
         rows = sum(slice_.end - slice_.start for slice_ in slices)
-        duration_ms = spec.base_ms + spec.per_token_ms * rows + spec.per_sequence_ms * len(slices)
+        duration_ms = (
+            spec.base_ms + spec.per_token_ms * rows + spec.per_sequence_ms * sum(not s.is_branch for s in slices)
+        )
         self._sleep(max(0.0, duration_ms / 1e3 - (time.perf_counter() - started_s)))
         return samples
+
+    def move(self, moves: Sequence[Move]) -> None:
+        """See `Backend.move`."""
+        size, kv = self.block_tokens, self._kv
+        for from_block, from_offset, to_block, to_offset in moves:
+            kv[to_block * size + to_offset] = kv[from_block * size + from_offset]
 
     def _run(self, slice_: Slice) -> list[int | None]:
         tokens, start, block_tokens, kv = slice_.tokens, slice_.start, self.block_tokens, self._kv
@@ -198,19 +206,22 @@ class EmulatedBackend:
                     slice_.guesses.rows.append(guessed.both[: slice_.guesses.num_guesses])
                 if slice_.tops is not None:
                     slice_.tops.rows.append(((token, 1.0),))
+        for position, block, offset in slice_.also:
+            kv[block * block_tokens + offset] = self._prefix_hash_at(slice_, position)
         return samples
 
     def _prefix_hash(self, slice_: Slice) -> int:
         """Of the tokens before `start`; those before `first` were never computed."""
-        place = slice_.start - slice_.first - 1
-        if place >= 0:
-            return self._kv[
-                slice_.block_ids[place // self.block_tokens] * self.block_tokens + place % self.block_tokens
-            ]
+        if slice_.start > slice_.first:
+            return self._prefix_hash_at(slice_, slice_.start - 1)
         prefix_hash = ROOT
         for token in slice_.tokens[: slice_.first]:
             prefix_hash = mix(prefix_hash, token)
         return prefix_hash
+
+    def _prefix_hash_at(self, slice_: Slice, position: int) -> int:
+        block, offset = divmod(position - slice_.first, self.block_tokens)
+        return self._kv[slice_.block_ids[block] * self.block_tokens + offset]
 
     def _guess(self, prefix_hash: int, output_index: int | None, agreement: float) -> Guess:
         """`output_index` is None where the text may not end."""

@@ -30,15 +30,20 @@ from kvstate.protocol import (
     Report,
     Sampling,
     Step,
+    StepReply,
 )
 from kvstate.sequence import InvariantError, Ready, SequenceState, Stale, accept_step, apply_commit, apply_open, evict
 from models.backend import Backend, Slice
 from models.gathering import Gathering
-from models.tasks import Task, continue_draft, finish, is_overtaken, start_task
+from models.tasks import Task, continue_draft, finish, finish_tree, is_overtaken, start_task
+from models.trees import Tree, lay_out
 
 log = logging.getLogger(__name__)
 
 MOST_INBOX = 100_000
+
+Batch = Sequence[tuple["Task", Sequence[Slice]]]
+"""Tasks of a forward, each with its rows; a tree's are in several slices."""
 
 Sender = object
 Deliver = Callable[[Sequence[tuple[Sender, Message]]], None]
@@ -335,22 +340,37 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------------ a forward
 
-    def _schedule(self) -> list[tuple[Task, Slice]]:
+    def _schedule(self) -> Batch:
         """Tasks of this forward: short ones first, so that a prefill never delays them; one per sequence."""
-        budget, chosen, sequences = self._max_rows, list[tuple[Task, Slice]](), set[int]()
+        budget, chosen, sequences = self._max_rows, list[tuple[Task, Sequence[Slice]]](), set[int]()
         for task in sorted(self._tasks, key=lambda t: not t.is_short):
-            seq = task.state.seq
-            end = min(task.rows_end, task.start + budget)
-            if budget == 0 or seq in sequences:
+            seq, tree = task.state.seq, task.tree
+            end = min(task.rows_end, task.start + budget) if tree is None else task.start + 1 + tree.depth
+            if budget == 0 or seq in sequences or (tree is not None and 1 + len(tree.tokens) > budget):
                 continue
             if not self._make_room(seq, end - self._holdings[seq].first, sequences):
                 if not sequences:
                     self._give_up(task)
                 continue
             sequences.add(seq)
-            chosen.append((task, self._slice(task, end)))
-            budget -= end - task.start
+            chosen.append((task, [self._slice(task, end)] if tree is None else self._slices_of(task, tree)))
+            budget -= sum(s.end - s.start for s in chosen[-1][1])
         return chosen
+
+    def _slices_of(self, task: Task, tree: Tree) -> Sequence[Slice]:
+        """Of a forward that checks a tree. Its branches have blocks of their own meanwhile, as far as some are free."""
+        state, step, scratch = task.state, task.step, _scratch_of(task.state.seq)
+        assert isinstance(step, Check) and state.sampling is not None  # noqa: PT018 - types
+
+        def take_blocks(count: int) -> Sequence[int] | None:
+            num_before = len(self._blocks.blocks(scratch))
+            if not self._blocks.extend(scratch, (num_before + count) * self._blocks.block_tokens):
+                return None
+            return self._blocks.blocks(scratch)[num_before:]
+
+        known, table = (state.tokens, state.prompt_len, state.sampling), self._blocks.blocks(state.seq)
+        task.layout = lay_out(tree, *known, table, self._blocks.block_tokens, take_blocks, step.logprobs, step.num_top)
+        return task.layout.slices
 
     def _slice(self, task: Task, end: int) -> Slice:
         state, first = task.state, self._holdings[task.state.seq].first
@@ -389,32 +409,53 @@ class Engine:
         self._dropped.append(seq)
         self._replies.append((task.sender, Need(seq, task.step.key, 0, unknown=True)))
 
-    def _forward(self, batch: Sequence[tuple[Task, Slice]]) -> tuple[list[list[int | None]], float]:
+    def _forward(self, batch: Batch) -> tuple[list[list[list[int | None]]], float]:
+        """Samples by task and slice, and the seconds that they took."""
         started_s = self._clock()
-        computing = [s for _, s in batch if s.end > s.start]
+        self._backend.move([move for task, _ in batch if task.layout is not None for move in task.layout.moves])
+        computing = [s for _, slices in batch for s in slices if s.end > s.start]
         results = iter(self._backend.forward(computing) if computing else [])
-        samples = [next(results) if s.end > s.start else [] for _, s in batch]
+        samples = [[next(results) if s.end > s.start else [] for s in slices] for _, slices in batch]
         self.stats.forwards += bool(computing)
         self.stats.rows += sum(s.end - s.start for s in computing)
-        self.stats.most_sequences_in_forward = max(self.stats.most_sequences_in_forward, len(computing))
+        num_sequences = sum(not s.is_branch for s in computing)
+        self.stats.most_sequences_in_forward = max(self.stats.most_sequences_in_forward, num_sequences)
         return samples, self._clock() - started_s
 
-    def _advance(self, batch: Sequence[tuple[Task, Slice]], samples: list[list[int | None]], busy_s: float) -> None:
-        rows, answered = sum(s.end - s.start for _, s in batch), list[int]()
-        for (task, slice_), sampled in zip(batch, samples, strict=True):
+    def _advance(self, batch: Batch, samples: list[list[list[int | None]]], busy_s: float) -> None:
+        rows, answered = sum(s.end - s.start for _, slices in batch for s in slices), list[int]()
+        for (task, slices), sampled in zip(batch, samples, strict=True):
             task.took_part(rows, len(batch), busy_s)
-            task.take(slice_.end, sampled)
+            if task.layout is None:
+                task.take(slices[0].end, sampled[0])
             self._publish_prompt(self._holdings[task.state.seq])
-            if slice_.end < task.rows_end or continue_draft(task, self._backend.end_ids, self._backend.context_len):
+            if self._has_more_rows(task, slices):
                 continue
             self._tasks.remove(task)
             self._holdings[task.state.seq].heard_s = now_s = self._clock()
             task.queue_s = max(0.0, now_s - task.arrived_s - task.busy_s)
-            reply, dropped = finish(task)
-            self._rolled_back(task.state, dropped)
-            self._replies.append((task.sender, reply))
+            self._replies.append((task.sender, self._reply(task, sampled)))
             answered.append(task.state.seq)
         self._gathering.answered(answered, self._clock())
+
+    def _has_more_rows(self, task: Task, slices: Sequence[Slice]) -> bool:
+        if task.layout is not None:
+            return False
+        if slices[0].end < task.rows_end or (isinstance(task.step, Check) and task.step.parents):
+            return True
+        return continue_draft(task, self._backend.end_ids, self._backend.context_len)
+
+    def _reply(self, task: Task, samples: Sequence[Sequence[int | None]]) -> StepReply:
+        if task.layout is None:
+            reply, dropped = finish(task)
+            self._rolled_back(task.state, dropped)
+            return reply
+        verdict, moves = finish_tree(task, samples)
+        self._backend.move(moves)
+        self._blocks.release(_scratch_of(task.state.seq))
+        self._blocks.truncate(task.state.seq, len(task.state.tokens))
+        self.stats.rolled_back_tokens += len(task.layout.tree.tokens) - verdict.num_accepted
+        return verdict
 
     def _report(self) -> None:
         if self._replies:
@@ -435,3 +476,8 @@ class Engine:
         for seq in seqs:
             self._blocks.release(seq)
         return elapsed_ms
+
+
+def _scratch_of(seq: int) -> int:
+    """A name for blocks that a sequence has during one forward only; sequences' own are not negative."""
+    return -1 - seq

@@ -16,8 +16,8 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from models.backend import Slice
-from models.kernels.attention import TILE, attend, make_units, store_rows
+from models.backend import Move, Slice
+from models.kernels.attention import TILE, attend, make_units, move_rows, store_rows
 
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
@@ -28,11 +28,13 @@ class Pack:
     """One forward's layout: rows `firsts[s]` … `firsts[s + 1]` − 1 are of sequence s, whose blocks are `tables[s]`.
 
     positions [R] · firsts [S + 1] · tables [S, most blocks] · `calls`: how often each layer's attention ran
+    also [C, 3]: (row, block, offset), where rows are stored besides their own places
     """
 
     positions: Ids
     firsts: Ids
     tables: Ids
+    also: Ids
     calls: dict[int, int] = field(default_factory=dict)
 
 
@@ -43,7 +45,8 @@ def pack_rows(slices: Sequence[Slice]) -> Pack:
         table[: len(s.block_ids)] = s.block_ids
     positions = np.concatenate([np.arange(s.start - s.first, s.end - s.first, dtype=np.int64) for s in slices])
     firsts = np.cumsum([0, *(s.end - s.start for s in slices)], dtype=np.int64)
-    return Pack(positions, firsts, tables)
+    also = [(first + p - s.start, b, o) for s, first in zip(slices, firsts, strict=False) for p, b, o in s.also]
+    return Pack(positions, firsts, tables, np.array(also, np.int64).reshape(-1, 3))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +83,16 @@ class KVCache:
     def attend(self, pack: Pack, layer: int, states: States) -> torch.Tensor:
         """Store keys and values, then attend each row to its sequence up to itself: [R, H, D]."""
         cache, places = (self.keys[layer], self.values[layer]), (pack.tables, pack.firsts, pack.positions)
-        store_rows(_floats(states.key), _floats(states.value), *cache, *places)
+        store_rows(_floats(states.key), _floats(states.value), *cache, *places, pack.also)
         out = torch.empty(states.query.shape)
         units, scaling = self.units(pack, states.query.shape[1]), np.float32(states.scaling)
         attend(units, _floats(states.query), *cache, *places, scaling, states.window or 0, out.numpy())
         return out.to(states.query.dtype)
+
+    def move(self, moves: Sequence[Move]) -> None:
+        """See `Backend.move`."""
+        for keys, values in zip(self.keys, self.values, strict=True):
+            move_rows(keys, values, np.array(moves, np.int64))
 
 
 class TorchKVCache:
@@ -112,6 +120,10 @@ class TorchKVCache:
         read_slots, write_slots = self.slots(pack)
         keys[write_slots] = states.key.to(keys.dtype)
         values[write_slots] = states.value.to(keys.dtype)
+        if len(pack.also):
+            rows, blocks, offsets = torch.from_numpy(pack.also).to(keys.device).unbind(1)
+            keys[blocks * self._block_tokens + offsets] = states.key[rows].to(keys.dtype)
+            values[blocks * self._block_tokens + offsets] = states.value[rows].to(keys.dtype)
         out = torch.empty_like(states.query)
         for slots, first, last in zip(read_slots, pack.firsts, pack.firsts[1:], strict=False):
             rows = states.query[first:last].transpose(0, 1)[None].to(keys.dtype)
@@ -122,6 +134,15 @@ class TorchKVCache:
             )
             out[first:last] = attended[0].transpose(0, 1)
         return out
+
+    def move(self, moves: Sequence[Move]) -> None:
+        """See `Backend.move`."""
+        old, new = (
+            torch.tensor([block * self._block_tokens + offset for block, offset in places])
+            for places in zip(*(((m.from_block, m.from_offset), (m.to_block, m.to_offset)) for m in moves), strict=True)
+        )
+        for cache in (*self._keys, *self._values):
+            cache[new] = cache[old]
 
     def slots(self, pack: Pack) -> tuple[list[torch.Tensor], torch.Tensor]:
         """(where each sequence is read, up to its last row; where all rows are written); the same for every layer."""

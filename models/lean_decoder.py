@@ -65,7 +65,7 @@ class LeanDecoder:
         normed = self._room(len(x), x.shape[1])
         rms_norm(x, self._norms[0], self._epsilon, as_array(normed))
         turns = self._turns(pack)
-        places = (cache.units(pack, self._num_heads), pack.tables, pack.firsts, pack.positions)
+        places = (cache.units(pack, self._num_heads), pack.tables, pack.firsts, pack.positions, pack.also)
         for index, (layer, next_norm) in enumerate(zip(self._layers, self._norms[1:], strict=True)):
             kv, limits = (cache.keys[index], cache.values[index]), (layer.scaling, layer.window)
             if layer.operands is not None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvstate.protocol import Guesses, Sampling
-from models.backend import Slice
+from models.backend import Move, Slice
 from models.lookup import FollowerMemory, Guess, HitRates, SuffixIndex
 
 
@@ -63,6 +63,10 @@ class NgramBackend:
         self._rates = (HitRates(), HitRates(), HitRates())
         self._most_indexed = most_indexed
         self._sequences: OrderedDict[int, _Sequence] = OrderedDict()
+
+    def move(self, moves: Sequence[Move]) -> None:
+        """Only a target checks trees, and an n-gram model is none."""
+        assert not moves, "an n-gram model is asked to check a tree"
 
     def forward(self, slices: Sequence[Slice]) -> list[list[int | None]]:
         return [self._run(slice_) for slice_ in slices]

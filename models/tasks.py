@@ -5,14 +5,19 @@ Rows, for a sequence of L tokens (the last token never has KV yet):
     Draft(count)   rows kv_len … L−1, the last one sampled; then one row per further token
     Check(count)   rows up to L−1, the last count + 1 sampled
     Probe(count)   rows up to committed_len−2, the last count sampled
+
+The nodes of a tree are no tokens of the sequence. Its check first computes what lacks up to row L−2; then row L−1 and
+one for each node in a forward of their own (models/trees.py).
 """
 
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
-from kvstate.protocol import Check, Draft, Drafted, Probe, Probed, Step, StepReply, Timing, Verdict
+from kvstate.protocol import Check, Draft, Drafted, Probe, Probed, Step, StepReply, Timing, Verdict, given_tokens
 from kvstate.sequence import SequenceState
-from models.backend import GuessSink, LogprobSink, TopSink
+from models.backend import GuessSink, LogprobSink, Move, TopSink
+from models.trees import Layout, Tree
 
 
 @dataclass(slots=True)
@@ -29,6 +34,7 @@ class Task:
     logprobs: LogprobSink | None = None
     tops: TopSink | None = None
     guesses: GuessSink | None = None
+    layout: Layout | None = None
     batches: int = 0
     rows: int = 0
     sequences: int = 0
@@ -39,6 +45,14 @@ class Task:
     def start(self) -> int:
         """First row still to compute: KV already there is used, but a row that samples is computed again."""
         return min(self.state.kv_len, self.next_sample)
+
+    @property
+    def tree(self) -> Tree | None:
+        """The tree that is checked, once only its own rows are left to compute."""
+        step = self.step
+        if not isinstance(step, Check) or not step.parents or self.start < self.rows_end:
+            return None
+        return Tree(step.tokens[-step.count :], step.parents)
 
     @property
     def is_short(self) -> bool:
@@ -70,6 +84,8 @@ def start_task(sender: object, step: Step, state: SequenceState, now_s: float) -
             next_sample = rows_end = num_tokens
         case Draft():
             next_sample, rows_end = num_tokens - 1, num_tokens
+        case Check(parents=parents) if parents:
+            next_sample = rows_end = num_tokens - 1
         case Check(count=count, logprobs=num_top):
             next_sample, rows_end = num_tokens - 1 - count, num_tokens
             sink = LogprobSink(num_top) if num_top >= 0 else None
@@ -90,8 +106,10 @@ def is_overtaken(task: Task) -> bool:
     step, state = task.step, task.state
     if isinstance(step, Probe) or (isinstance(step, Draft) and step.count == 0):
         return task.rows_end > len(state.tokens)
-    first = step.from_len + len(step.tokens) - (step.count if isinstance(step, Check) else 0)
-    return state.committed_len > first or task.rows_end != len(state.tokens)
+    is_tree = isinstance(step, Check) and bool(step.parents)
+    checked = step.count if isinstance(step, Check) and not is_tree else 0
+    first = step.from_len + len(given_tokens(step)) - checked
+    return state.committed_len > first or task.rows_end + is_tree != len(state.tokens)
 
 
 def continue_draft(task: Task, end_ids: AbstractSet[int], context_len: int) -> bool:
@@ -124,6 +142,21 @@ def finish(task: Task) -> tuple[StepReply, int]:
             lengths, samples = (state.committed_len, state.kv_len), tuple(task.samples)
             tops = () if task.tops is None else tuple(task.tops.rows)
             return Probed(state.seq, step.key, committed_len - count, samples, *lengths, task.timing(), tops), 0
+
+
+def finish_tree(task: Task, by_slice: Sequence[Sequence[int | None]]) -> tuple[Verdict, list[Move]]:
+    """The reply after the forward of a tree, and the KV to be moved: then the sequence is as after any check."""
+    state, step, layout = task.state, task.step, task.layout
+    assert layout is not None
+    after = layout.samples(by_slice)
+    path = layout.tree.accepted(after)
+    own_token = after[path[-1] if path else -1]
+    state.tokens += [*(layout.tree.tokens[node] for node in path), own_token]
+    state.kv_len = len(state.tokens) - 1
+    logprobs, tops = layout.stated(path)
+    lengths = (state.committed_len, state.kv_len)
+    reply = Verdict(state.seq, step.key, len(path), own_token, *lengths, task.timing(), logprobs, tops, tuple(path))
+    return reply, layout.compaction(path)
 
 
 def _verdict(task: Task, step: Check) -> tuple[Verdict, int]:

@@ -15,7 +15,7 @@ import torch
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from kvstate.protocol import Sampling
-from models.backend import Slice
+from models.backend import Move, Slice
 from models.kv_cache import AnyCache, KVCache, Pack, States, make_cache, pack_rows
 from models.lean_decoder import LeanDecoder, lean_decoder
 from models.linears import replace_linears, why_not
@@ -136,6 +136,11 @@ class TransformersBackend:
                 s.guesses.rows.extend(guesses(logits[first:last], rows[first:last], tokens[first:last], num_guesses))
             first = last
         return samples
+
+    def move(self, moves: Sequence[Move]) -> None:
+        """See `Backend.move`."""
+        if moves:
+            self._cache.move(moves)
 
     def _logits(self, ids: list[int], wanted: list[int], pack: Pack) -> torch.Tensor:
         """[len(wanted), V]."""

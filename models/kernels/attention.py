@@ -198,14 +198,35 @@ def attend(units, query, keys, values, tables, firsts, positions, scaling, windo
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def store_rows(key, value, keys, values, tables, firsts, positions):
-    """Put key, value [R, G, D] where their positions are kept."""
+def _store_row(key, value, keys, values, offset):
+    """key, value [G, D] → one offset of a block's keys and values."""
+    tile, lane = offset // TILE, offset % TILE
+    for head in range(values.shape[0]):
+        values[head, offset] = value[head]
+        for d in range(values.shape[2]):
+            keys[head, tile, d * TILE + lane] = key[head, d]
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def move_rows(keys, values, moves):
+    """Copy single positions within the cache; moves [M, 4]: (from block, from offset, to block, to offset)."""
+    for m in range(moves.shape[0]):
+        old, old_offset, new, new_offset = moves[m, 0], moves[m, 1], moves[m, 2], moves[m, 3]
+        for head in range(values.shape[1]):
+            values[new, head, new_offset] = values[old, head, old_offset]
+            for d in range(values.shape[3]):
+                key = keys[old, head, old_offset // TILE, d * TILE + old_offset % TILE]
+                keys[new, head, new_offset // TILE, d * TILE + new_offset % TILE] = key
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def store_rows(key, value, keys, values, tables, firsts, positions, also):
+    """Put key, value [R, G, D] where their positions are kept; also [C, 3]: (row, block, offset), where else."""
     size = values.shape[2]
     for s in range(firsts.shape[0] - 1):
         for row in range(firsts[s], firsts[s + 1]):
             block, offset = tables[s, positions[row] // size], positions[row] % size
-            tile, lane = offset // TILE, offset % TILE
-            for head in range(values.shape[1]):
-                values[block, head, offset] = value[row, head]
-                for d in range(values.shape[3]):
-                    keys[block, head, tile, d * TILE + lane] = key[row, head, d]
+            _store_row(key[row], value[row], keys[block], values[block], offset)
+    for c in range(also.shape[0]):
+        row, block, offset = also[c, 0], also[c, 1], also[c, 2]
+        _store_row(key[row], value[row], keys[block], values[block], offset)

@@ -16,8 +16,9 @@ from models.kernels.simd import LANES
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def attention_step(
-    qkv, query_norm, key_norm, epsilon, cos, sin, keys, values, units, tables, firsts, positions, scaling, window, out
-):
+    qkv, query_norm, key_norm, epsilon, cos, sin, keys, values, units, tables, firsts, positions, also,
+    scaling, window, out,
+):  # fmt: skip
     """qkv [R, (H + 2 · G) · D], the layer's cache and `attend`'s places → out [R, H · D]; stores keys and values.
 
     query_norm, key_norm [D], empty where heads are not normed · cos, sin [R, D / 2]
@@ -35,7 +36,7 @@ def attention_step(
             rms_norm(key, key_norm, epsilon, key)
     rotate(parts, heads + kv_heads, cos, sin)
     query, key, value = parts[:, :heads], parts[:, heads : heads + kv_heads], parts[:, heads + kv_heads :]
-    store_rows(key, value, keys, values, tables, firsts, positions)
+    store_rows(key, value, keys, values, tables, firsts, positions, also)
     attended = np.empty((rows, heads, size), np.float32)
     attend(units, query, keys, values, tables, firsts, positions, scaling, window, attended)
     for row in range(rows):
@@ -84,17 +85,17 @@ def whole_layer(x, normed, products, norms, epsilon, turns, cache, places, scali
     """x [R, C] through one layer, in place; normed [R, C], as products want it, before and after.
 
     products  operands of qkv, out, gate and up, down · norms  of query, key, before the MLP, before the next layer
-    turns     cosines and sines · cache  the layer's keys and values · places  units, tables, firsts, positions
+    turns     cosines and sines · cache  the layer's keys and values · places  units, tables, firsts, positions, also
     """
     qkv, out, gate_up, down = products
     query_norm, key_norm, before_mlp, before_next = norms
     cos, sin = turns
     keys, values = cache
-    units, tables, firsts, positions = places
+    units, tables, firsts, positions, also = places
     parts = product(normed, qkv)
     attended = np.empty((x.shape[0], parts.shape[1] - 2 * values.shape[1] * values.shape[3]), normed.dtype)
     attention_step(
-        parts, query_norm, key_norm, epsilon, cos, sin, keys, values, units, tables, firsts, positions,
+        parts, query_norm, key_norm, epsilon, cos, sin, keys, values, units, tables, firsts, positions, also,
         scaling, window, attended,
     )  # fmt: skip
     add_and_norm(x, product(attended, out), before_mlp, epsilon, normed)

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.inprocess import InProcessCluster, running
 from kvstate.protocol import Sampling, Speculation
-from models.backend import Backend, Slice
+from models.backend import Backend, Move, Slice
 from models.emulated import EmulatedBackend, EmulateSpec
 from models.processing import Row
 from models.sampling import guesses, sample
@@ -151,6 +151,9 @@ class TableBackend:
 
     def __init__(self, logits: Sequence[float]) -> None:
         self.logits = torch.tensor(logits)
+
+    def move(self, moves: Sequence[Move]) -> None:
+        """There is no KV."""
 
     def forward(self, slices: Sequence[Slice]) -> list[list[int | None]]:
         made: list[list[int | None]] = []

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.inprocess import running
 from kvstate.protocol import Sampling, Speculation
-from models.backend import Slice
+from models.backend import Move, Slice
 from models.processing import Row
 from models.sampling import sample
 
@@ -34,6 +34,9 @@ class TableBackend:
 
     def __init__(self, logits: Sequence[float]) -> None:
         self.logits = torch.tensor(logits)
+
+    def move(self, moves: Sequence[Move]) -> None:
+        """There is no KV."""
 
     def forward(self, slices: Sequence[Slice]) -> list[list[int | None]]:
         made: list[list[int | None]] = []
