@@ -148,6 +148,14 @@ EXACT = [
 ]
 
 
+def assert_same(plain: Verdict, tree: Verdict, row: int, dtype: torch.dtype) -> None:
+    """To the bit where the kernels are ours; torch's in float64 round by the number of rows."""
+    if dtype == torch.float64:
+        assert plain.logprobs[0].logprob == pytest.approx(tree.logprobs[row].logprob, abs=1e-9)
+    else:
+        assert plain.logprobs[0] == tree.logprobs[row]
+
+
 @pytest.mark.parametrize(("family", "dtype", "quantization"), EXACT)
 @pytest.mark.parametrize("sampling", [Sampling(), SEEDED], ids=["greedy", "seeded"])
 def test_each_accepted_path_has_the_logprobs_of_plain_decoding(
@@ -166,12 +174,14 @@ def test_each_accepted_path_has_the_logprobs_of_plain_decoding(
         verdict = trees.check(committed, tree.tokens, tree.parents)
         for i, node in enumerate(verdict.path):
             one = plain.check([*committed, *(tree.tokens[n] for n in verdict.path[:i])], ())
-            assert (one.own_token, one.logprobs[0]) == (tree.tokens[node], verdict.logprobs[i])
+            assert one.own_token == tree.tokens[node]
+                assert_same(one, verdict, i, dtype)
             if dtype != torch.float64:
                 assert one.tops[0] == verdict.tops[i]
         committed += [*(tree.tokens[node] for node in verdict.path)]
         last = plain.check(committed, ())
-        assert (last.own_token, last.logprobs[0]) == (verdict.own_token, verdict.logprobs[-1])
+        assert last.own_token == verdict.own_token
+        assert_same(last, verdict, -1, dtype)
         committed.append(verdict.own_token)
         lengths.add(verdict.num_accepted)
     assert committed == [*prompt, *text[: len(committed) - len(prompt)]]
@@ -234,7 +244,7 @@ def test_a_tree_that_is_overtaken_leaves_the_sequence_as_it_was(by: str) -> None
     client.step = 3
     if by == "step":
         newer = Draft(1, Key(3, 3), 19, 18, (text[0],), 2)
-        [reply] = client.send(overtaken, newer)
+        client.send(overtaken, newer)
     elif by == "commit":
         client.send(overtaken, Commit(1, 2, 18, tuple(text[:4])))
         committed = [*prompt, *text[:4]]
