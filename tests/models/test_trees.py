@@ -175,7 +175,7 @@ def test_each_accepted_path_has_the_logprobs_of_plain_decoding(
         for i, node in enumerate(verdict.path):
             one = plain.check([*committed, *(tree.tokens[n] for n in verdict.path[:i])], ())
             assert one.own_token == tree.tokens[node]
-                assert_same(one, verdict, i, dtype)
+            assert_same(one, verdict, i, dtype)
             if dtype != torch.float64:
                 assert one.tops[0] == verdict.tops[i]
         committed += [*(tree.tokens[node] for node in verdict.path)]
