@@ -144,6 +144,7 @@ class RouterConfig(Section):
     slo_ms_per_token: Positive | None = None
     cooperate: Count = 3
     draft_ahead: bool = True
+    tree_nodes: Annotated[int, Field(ge=0, le=128)] = 32
     remember: bool = True
 
 

@@ -37,6 +37,7 @@ def settings_of(config: AppConfig) -> RouterSettings:
         slo_ms_per_token=config.router.slo_ms_per_token,
         cooperate=config.router.cooperate,
         draft_ahead=config.router.draft_ahead,
+        tree_nodes=config.router.tree_nodes,
         max_queue=config.http.max_queue,
     )
 

@@ -1,11 +1,12 @@
 """What steps and checks showed, as the estimators want to know it. Pure."""
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from kvstate.protocol import Guesses, Timing
+from kvstate.protocol import Timing
+from router.fusion import Fused
 from router.sequence import Holder
 
 
@@ -43,14 +44,10 @@ class CheckSeen:
 
 @dataclass(frozen=True, slots=True)
 class ProposalsSeen:
-    """What drafters stated at positions that `upper` decided: `stated[j]` by drafter, `truth[j]` its sample there.
-
-    `fused[j]`: the token that was drafted.
-    """
+    """What was drafted at positions that `upper` decided; `truth[j]` is its sample there."""
 
     upper: str
-    stated: Sequence[Mapping[str, Guesses]]
-    fused: Sequence[int]
+    fused: Sequence[Fused]
     truth: Sequence[int]
 
 
@@ -70,6 +67,10 @@ class Observer(Protocol):
 
     def trust(self, drafter: str, stated: float) -> float:
         """As `router.fusion.Trust`."""
+        ...
+
+    def beside_trust(self) -> float:
+        """As in `router.trees.grow`."""
         ...
 
     def turn_deadline_s(self, drafters: Sequence[str]) -> float:

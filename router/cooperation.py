@@ -18,6 +18,7 @@ from router.own_rates import OwnRates, Shifts
 from router.plan import members_of
 from router.snapshot import TableSnapshot
 from router.subjects import Evidence, Subjects, Suits
+from router.trees import BesideRates
 
 STEP = 0.25
 """In log-odds, to which what a drafter is expected to be in a request is rounded, so that requests share plans."""
@@ -46,6 +47,7 @@ class Cooperation:
         self._subjects: defaultdict[int, Subjects] = defaultdict(Subjects)
         self._turn_ratio = Ewma(value=1.0)
         self.gain = FusionGain()
+        self.beside = BesideRates()
 
     def trusting(self) -> Trusting:
         """Of one request."""
@@ -72,13 +74,16 @@ class Cooperation:
 
         Empty where it was one drafter's own draft, of which the check tells.
         """
-        drafters = sorted({name for stated in seen.stated for name in stated})
+        for position, truth in zip(seen.fused, seen.truth, strict=True):
+            self.beside.observe(position, truth)
+        drafters = sorted({name for position in seen.fused for name in position.stated})
         if len(drafters) < 2:
             return {}
         suits = self._suits(drafters, seen.upper, snapshot, own)
-        num_right = sum(token == truth for token, truth in zip(seen.fused, seen.truth, strict=True))
+        num_right = sum(position.token == truth for position, truth in zip(seen.fused, seen.truth, strict=True))
         self.gain.observe([suits[name].acceptance for name in drafters], num_right, len(seen.truth))
-        return {name: [stated[name][0][0] if name in stated else None for stated in seen.stated] for name in drafters}
+        stated = [position.stated for position in seen.fused]
+        return {name: [of[name][0][0] if name in of else None for of in stated] for name in drafters}
 
     def ended(self, own: OwnRates, snapshot: TableSnapshot, models: Sequence[str]) -> None:
         """A request."""

@@ -99,7 +99,7 @@ class Drafters:
             made.fused = block.open[:room]
             made.tokens = [position.token for position in made.fused]
         elif names:
-            await self._alone(made, names[0], context, count, plan.stop_below, NUM_GUESSES if plan.is_tree else 0)
+            await self._alone(made, names[0], context, count, plan.stop_below, NUM_GUESSES if plan.tree_nodes else 0)
         made.parts.append((element, max(count, len(made.tokens)), len(made.tokens)))
         await self._add_tail(made, plan, context, room)
         return made

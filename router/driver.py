@@ -20,6 +20,7 @@ from router.links import Outbound, ReplicaLost, StepCalls
 from router.plan import Plan
 from router.sequence import Holder, Limits, RunningSequence, TargetCounts
 from router.steps import Steps
+from router.trees import TokenTree, grow
 
 
 class TargetLost(Exception):
@@ -64,7 +65,7 @@ class RoundDriver:
         for model in drafters:
             self._steps.post_prefill(model)
         try:
-            return self._commit(await self._verified(target, [], 0))
+            return self._commit((await self._verified(target, [], 0))[0])
         except ReplicaLost as lost:
             raise TargetLost(lost.replica_id) from lost
 
@@ -114,7 +115,7 @@ class RoundDriver:
         """Tokens of the target's verdict: accepted ones and its own."""
         chain, windows = plan.chain, plan.windows
         if len(chain) == 1:
-            return await self._verified(chain[0], [], 0)
+            return (await self._verified(chain[0], [], 0))[0]
         held: list[list[int]] = [[] for _ in chain]
         origins: list[list[Origin]] = [[] for _ in chain]
         while True:
@@ -125,12 +126,13 @@ class RoundDriver:
                 num_checked = len(held[level])
                 if plan.goes_on:
                     self._go_on(plan, held)
-                verified = await self._verified(chain[level], held, level)
+                tree = self._grown(plan, draft) if level == 1 and plan.tree_nodes else None
+                verified, on_draft = await self._verified(chain[level], held, level, tree)
                 num_accepted = len(verified) - 1
                 if level == 1:
-                    self._drafters.settle(verified[-1] if num_accepted == num_checked else None)
-                    self._observe_draft(draft, chain[1], num_accepted)
-                    self._observe_proposals(draft, chain[1], verified)
+                    self._drafters.settle(verified[-1] if on_draft == num_checked else None)
+                    self._observe_draft(draft, chain[1], on_draft)
+                    self._observe_proposals(draft, chain[1], verified[: on_draft + 1])
                 else:
                     lower, upper, held_origins = chain[level - 1], chain[level], tuple(origins[level])
                     self._observer.checked(CheckSeen(lower, upper, num_checked, num_accepted, 0, held_origins))
@@ -172,24 +174,44 @@ class RoundDriver:
         """At positions up to the first that was not accepted, drafters proposed in a context that is the text's."""
         seen = list(zip(made.fused, verified, strict=False))
         if seen:
-            stated, fused = [position.stated for position, _ in seen], [position.token for position, _ in seen]
-            self._observer.proposed(ProposalsSeen(checker, stated, fused, [token for _, token in seen]))
+            fused, truth = zip(*seen, strict=True)
+            self._observer.proposed(ProposalsSeen(checker, fused, truth))
 
-    async def _verified(self, model: str, held: Sequence[Sequence[int]], level: int) -> list[int]:
-        """What `model` keeps of `held[level]`, and its own token."""
-        checked = held[level] if held else []
-        tokens = self._context(held, level)
+    def _grown(self, plan: Plan, made: Made) -> TokenTree | None:
+        """None where there is nothing to check beside the draft."""
+        assert len(plan.chain) == 2, "only the last level checks trees"
+        trust = self._observer.beside_trust()
+        tree = grow(made.tokens, made.fused, plan.stop_below, plan.tree_nodes, trust)
+        return tree if tree.parents else None
+
+    async def _verified(
+        self, model: str, held: Sequence[Sequence[int]], level: int, tree: TokenTree | None = None
+    ) -> tuple[list[int], int]:
+        """What `model` keeps of `held[level]`, or of a tree that grew from it, and its own token; how many it kept of
+        `held[level]`.
+        """
+        checked = (held[level] if held else []) if tree is None else tree.tokens
+        tokens = [*(self._context(held, level + 1) if held else ()), *checked]
         is_target = level == max(len(held) - 1, 0)
         logprobs = self.sequence.logprobs if is_target else -1
         num_top = self.sequence.num_top_of_check if is_target else 0
-        make = partial(self._steps.check, tokens=tokens, count=len(checked), logprobs=logprobs, num_top=num_top)
+        make = partial(
+            self._steps.check,
+            tokens=tokens,
+            count=len(checked),
+            logprobs=logprobs,
+            num_top=num_top,
+            parents=() if tree is None else tree.parents,
+        )
         reply = await self._steps.run(model, "check", make, is_target)
         assert isinstance(reply, Verdict), reply
         if is_target:
             self.counts.add(len(checked), reply.num_accepted)
             self._logprobs = reply.logprobs
             self.sequence.keep_tops(reply.tops)
-        return [*checked[: reply.num_accepted], reply.own_token]
+        path = range(reply.num_accepted) if tree is None else reply.path
+        on_draft = reply.num_accepted if tree is None else tree.on_draft(path)
+        return [*(checked[node] for node in path), reply.own_token], on_draft
 
     def _context(self, held: Sequence[Sequence[int]], level: int) -> list[int]:
         """Droppable tokens after the committed ones, outermost first, down to those that `level` checks."""

@@ -28,8 +28,8 @@ class Tail:
 class Plan:
     """`windows[i]` belongs to `chain[i + 1]`; the target alone has none. The first of the chain may be a group.
 
-    `goes_on`: drafters do not wait for the check of their draft; `is_tree`: what they hold likely besides it is checked
-    with it.
+    `goes_on`: drafters do not wait for the check of their draft; `tree_nodes`: with what else they hold likely, up to
+    so many tokens are checked at once.
     `stop_below`: a drafter that knows how likely its tokens are right ends a draft that would be right with a smaller
     probability. `keeps_step`: requests that all run it come back to their checker together (`TableSnapshot.uneven`).
     """
@@ -41,7 +41,7 @@ class Plan:
     tail: Tail | None = None
     keeps_step: bool = True
     goes_on: bool = False
-    is_tree: bool = False
+    tree_nodes: int = 0
 
     @property
     def drafters(self) -> Chain:

@@ -6,7 +6,7 @@ Plans are made over a snapshot that is at most `max_age_s` old, once for all req
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from kvstate.protocol import Profile, Speculation, Timing, Top
@@ -36,6 +36,7 @@ class RouterSettings:
 
     cooperate    most drafters of one level that make a draft together
     draft_ahead  whether drafters may go on while their draft is checked
+    tree_nodes   most tokens that the target checks at once where a draft is checked with what else is likely; 0: none
     """
 
     models: tuple[str, ...]
@@ -48,6 +49,7 @@ class RouterSettings:
     slo_ms_per_token: float | None = None
     cooperate: int = 3
     draft_ahead: bool = True
+    tree_nodes: int = 32
     max_queue: int = 256
     step_timeout_s: float = 10.0
 
@@ -104,8 +106,8 @@ class RequestObserver:
         self.planning.checked(seen, self.own)
 
     def proposed(self, seen: ProposalsSeen) -> None:
-        for stated, token in zip(seen.stated, seen.truth, strict=True):
-            for drafter, guesses in stated.items():
+        for position, token in zip(seen.fused, seen.truth, strict=True):
+            for drafter, guesses in position.stated.items():
                 self.trusting.observe(drafter, guesses[0][1], guesses[0][0] == token)
         self.planning.proposed(seen, self.own)
 
@@ -114,6 +116,9 @@ class RequestObserver:
 
     def trust(self, drafter: str, stated: float) -> float:
         return self.trusting.trust(drafter, stated)
+
+    def beside_trust(self) -> float:
+        return self.planning.cooperation.beside.trust
 
     def turn_deadline_s(self, drafters: Sequence[str]) -> float:
         return (TURNS_WAITED * self.planning.cooperation.turn_ms(drafters) + LEAST_WAIT_MS) / 1e3
@@ -340,7 +345,7 @@ class Planning:
         if len(self._found) > MOST_FOUND:
             self._found.clear()
         planner = Planner(seen, self._settings.max_window, self._found, self._settings.draft_ahead)
-        chosen = planner.with_stop(planner.choose((*groups, *models), present, self._slo_ms_per_token))
+        chosen = self._finished(planner, planner.choose((*groups, *models), present, self._slo_ms_per_token))
         self.plan_changes += present is not None and present.label != chosen.label
         return chosen
 
@@ -350,6 +355,10 @@ class Planning:
         if self._settings.slo_ms_per_token is None and self.is_overloaded:
             return math.inf
         return self._settings.slo_ms_per_token
+
+    def _finished(self, planner: Planner, plan: Plan) -> Plan:
+        """With what depends on the choice."""
+        return replace(planner.with_stop(plan), tree_nodes=self._settings.tree_nodes if len(plan.chain) == 2 else 0)
 
     def _fixed(self, models: Sequence[str], chain: Sequence[str], windows: Sequence[int]) -> Plan:
         """The wished chain without the levels that hold nothing; a level's window goes with it. Windows that were not
@@ -372,6 +381,6 @@ class Planning:
                 seen = self.cooperation.with_group(seen, first, models)
             planner = Planner(seen, self._settings.max_window, draft_ahead=self._settings.draft_ahead)
             best = planner.best_tail(names, given, tail) if given and tail else planner.best(names, tail)
-            return planner.with_stop(best)
+            return self._finished(planner, best)
 
         return self._plans.get(("fixed", names, given, tail), make)

@@ -109,9 +109,17 @@ class Steps:
         key, known = s.next_key(), (len(s.tokens), holder.acked_len)
         return Draft(s.seq, key, *known, given, count, stop_below, num_guesses)
 
-    def check(self, holder: Holder, tokens: Sequence[int], count: int, logprobs: int, num_top: int) -> Check:
+    def check(
+        self,
+        holder: Holder,
+        tokens: Sequence[int],
+        count: int,
+        logprobs: int,
+        num_top: int,
+        parents: tuple[int, ...] = (),
+    ) -> Check:
         s, given = self.sequence, self._from(holder, tokens)
-        return Check(s.seq, s.next_key(), len(s.tokens), holder.acked_len, given, count, logprobs, num_top)
+        return Check(s.seq, s.next_key(), len(s.tokens), holder.acked_len, given, count, logprobs, num_top, parents)
 
     def post_prefill(self, model: str) -> None:
         """A drafter computes the sequence's KV; nobody waits for it."""

@@ -23,7 +23,10 @@ PROMPTS = [b"Hello world", b"The quick brown fox", b"code: x", b"math: 2 + 2"]
 NAMES = ("a", "b", "c", "t")
 SETTINGS = RouterSettings(NAMES, levels=(1, 1, 1, 2))
 TOGETHER = Speculation("fixed", ("a|b|c", "t"), (5,))
-TOGETHER_AHEAD = Speculation("fixed", ("a|b|c", "t"))
+PLANNED = Speculation("fixed", ("a|b|c", "t"))
+"""With windows that are planned a draft may be a tree, and go on while it is checked."""
+
+ALONE_PLANNED = Speculation("fixed", ("a", "t"))
 
 
 def drafters(
@@ -41,7 +44,7 @@ async def alone(cluster: InProcessCluster, prompt: bytes, max_tokens: int) -> li
     return (await cluster.generate(prompt, GREEDY, max_tokens, (256,), Speculation("off"))).tokens
 
 
-@pytest.mark.parametrize("speculation", [TOGETHER, TOGETHER_AHEAD, Speculation()])
+@pytest.mark.parametrize("speculation", [TOGETHER, PLANNED, ALONE_PLANNED, Speculation()])
 @pytest.mark.parametrize("errors", ["own", "shared"])
 async def test_fused_text_is_the_targets_with_accepted_and_rejected_drafts(
     errors: str, speculation: Speculation
@@ -52,6 +55,21 @@ async def test_fused_text_is_the_targets_with_accepted_and_rejected_drafts(
             assert output.tokens == await alone(cluster, prompt, 60)
             assert output.metrics is not None
             assert 0 < output.metrics.accepted_draft_tokens < output.metrics.draft_tokens
+
+
+async def test_a_tree_accepts_what_the_draft_alone_does_not() -> None:
+    async def lengths(settings: RouterSettings) -> tuple[float, float]:
+        async with running(drafters(target_ms=6.0), settings) as cluster:
+            outputs = [await cluster.generate(p, GREEDY, 100, (256,), PLANNED) for p in PROMPTS]
+            wanted = [await alone(cluster, p, 100) for p in PROMPTS]
+        assert [output.tokens for output in outputs] == wanted
+        metrics = [o.metrics for o in outputs if o.metrics is not None]
+        rounds = sum(m.rounds for m in metrics)
+        return sum(m.accepted_draft_tokens for m in metrics) / rounds, sum(m.draft_tokens for m in metrics) / rounds
+
+    without, with_trees = await lengths(replace(SETTINGS, tree_nodes=0)), await lengths(SETTINGS)
+    assert with_trees[0] > without[0] + 0.2
+    assert with_trees[1] > without[1] + 1.0
 
 
 async def test_fusion_is_right_more_often_than_its_best_drafter() -> None:
@@ -68,7 +86,7 @@ async def test_fusion_is_right_more_often_than_its_best_drafter() -> None:
 @pytest.mark.parametrize("eos_after", [0, 1, 9, 33])
 async def test_nothing_follows_the_end_of_text(eos_after: int) -> None:
     async with running(drafters(target_ms=2.0, eos_after=eos_after), SETTINGS) as cluster:
-        for speculation in (TOGETHER, TOGETHER_AHEAD):
+        for speculation in (TOGETHER, PLANNED):
             output = await cluster.generate(PROMPTS[0], GREEDY, 60, (256,), speculation)
             assert output.tokens[-1] == 256
             assert len(output.tokens) == eos_after + 1
@@ -77,7 +95,7 @@ async def test_nothing_follows_the_end_of_text(eos_after: int) -> None:
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 7])
 async def test_length_limit_is_exact(max_tokens: int) -> None:
     async with running(drafters(target_ms=2.0), SETTINGS) as cluster:
-        for speculation in (TOGETHER, TOGETHER_AHEAD):
+        for speculation in (TOGETHER, PLANNED):
             output = await cluster.generate(PROMPTS[1], GREEDY, max_tokens, (256,), speculation)
             assert output.tokens == await alone(cluster, PROMPTS[1], max_tokens)
 
@@ -175,11 +193,12 @@ LOGITS = {
 }
 
 
-async def test_case_11_committed_tokens_follow_the_target_through_fusion() -> None:
+@pytest.mark.parametrize("speculation", [TOGETHER, PLANNED], ids=["fusion", "fusion and a tree"])
+async def test_case_11_committed_tokens_follow_the_target(speculation: Speculation) -> None:
     num_tokens, seeds = 400, range(8)
     async with running({name: TableBackend(logits) for name, logits in LOGITS.items()}, SETTINGS) as cluster:
         outputs = await asyncio.gather(
-            *(cluster.generate([1, 2], Sampling(1.0, seed=seed), num_tokens, (), TOGETHER) for seed in seeds)
+            *(cluster.generate([1, 2], Sampling(1.0, seed=seed), num_tokens, (), speculation) for seed in seeds)
         )
     counts = Counter(token for output in outputs for token in output.tokens)
     metrics = [output.metrics for output in outputs if output.metrics is not None]

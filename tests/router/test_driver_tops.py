@@ -63,6 +63,9 @@ class Deaf:
     def trust(self, drafter: str, stated: float) -> float:
         return stated
 
+    def beside_trust(self) -> float:
+        return 1.0
+
     def turn_deadline_s(self, drafters: Sequence[str]) -> float:
         return 1.0
 
