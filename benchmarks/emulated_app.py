@@ -80,14 +80,24 @@ class EmulatedApp:
         await asyncio.wait_for(handle.reconfigure.remote(self.emulate[model]), CALL_S)
         return time.perf_counter()
 
+    async def change_router(self, values: Mapping[str, Any]) -> None:
+        """Other values of the config's section `router`, at once."""
+        handle = serve.get_deployment_handle("Router", self.config.name)
+        await asyncio.wait_for(handle.reconfigure.remote(dict(values)), CALL_S)
+
     async def replicas(self, method: str) -> dict[str, Any]:
         """Model name → what its replica answers (one replica each)."""
         return {model.name: await self.call(model.name, method) for model in self.config.models}
 
 
-def emulated_config(name: str, emulate: Mapping[str, Mapping[str, Any]], **sections: Any) -> AppConfig:
+def emulated_config(
+    name: str, emulate: Mapping[str, Mapping[str, Any]], levels: Mapping[str, int] | None = None, **sections: Any
+) -> AppConfig:
     """Of models with these `emulate` values, cheapest first, the target last."""
-    models = [{"name": model, "kind": "emulated", "emulate": values} for model, values in emulate.items()]
+    models = [
+        {"name": model, "kind": "emulated", "emulate": values} | ({} if levels is None else {"level": levels[model]})
+        for model, values in emulate.items()
+    ]
     return AppConfig.model_validate({"name": name, "models": models, **sections})
 
 

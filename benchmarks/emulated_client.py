@@ -21,7 +21,7 @@ AUTO: Wish = {"mode": "auto"}
 OFF: Wish = {"mode": "off"}
 
 
-def fixed(chain: Sequence[str], windows: Sequence[int]) -> Wish:
+def fixed(chain: Sequence[str | list[str]], windows: Sequence[int]) -> Wish:
     return {"mode": "fixed", "chain": list(chain), "windows": list(windows)}
 
 

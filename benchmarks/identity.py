@@ -31,7 +31,8 @@ from deployments.backends import build_backend, build_tokenizer
 from kvstate.protocol import Sampling, Speculation
 from models.backend import Backend
 from models.engine import Engine
-from router.plan import Plan
+from router.plan import GROUP, Plan
+from router.planning import RouterSettings
 
 THREADS = 2
 MOST_PROMPT_CHARACTERS = 1500
@@ -40,6 +41,9 @@ MOST_NEAR_TIES = 1
 SWITCH_ROUNDS = 5
 EVICT_S = 3.0
 DEADLINE_S = 1800.0
+AHEAD = ", tree, ahead"
+"""Windows are planned: drafts are trees then, and go on while they are checked."""
+
 QUANTIZED = ("int8", "int4")
 ROUNDED = ("bfloat16", *QUANTIZED)
 TEMPERATURES = {"greedy": 0.0, "seeded": 0.8}
@@ -101,13 +105,19 @@ def _first_index(tokens: Sequence[int], wanted: ReferenceText) -> int:
     return next(i for i, (got, want) in enumerate(pairs) if got != want)
 
 
-def rows_of(models: Sequence[str]) -> list[Row]:
-    """`models`: cheapest first, target last."""
-    *drafters, target = models
+def rows_of(levels: Mapping[str, int]) -> list[Row]:
+    """`levels` of the models, cheapest first, target last."""
+    *drafters, target = models = list(levels)
     chains: list[tuple[str, ...]] = [(name, target) for name in drafters]
-    chains += [tuple(models)] if len(drafters) > 1 else []
+    first = [name for name in drafters if levels[name] == levels[drafters[0]]]
+    if len(first) > 1:
+        chains += [(GROUP.join(first), target)]
+    elif len(drafters) > 1:
+        chains += [tuple(models)]
     fixed = [Speculation("fixed", chain, (3, *range(6, 3 * len(chain), 3))[: len(chain) - 1]) for chain in chains]
     rows = [Row("target", OFF), *(Row("→".join(wish.chain), wish, has_drafts=True) for wish in fixed)]
+    planned = [Speculation("fixed", chain) for chain in chains if len(chain) == 2]
+    rows += [Row(f"{'→'.join(wish.chain)}{AHEAD}", wish, has_drafts=True) for wish in planned]
     evicting = Row("evicting", fixed[-1] if fixed else OFF, has_drafts=bool(fixed), evicting=True)
     rows += [Row("adaptive", AUTO), evicting]
     return [*rows, Row("switching", AUTO, has_drafts=True, switching=(*fixed, OFF))] if fixed else rows
@@ -261,11 +271,13 @@ async def compare_all(args: argparse.Namespace) -> int:
         wanted = by_transformers(config, args.dtype, prompts, args.tokens, stop_ids)
     differing = sum(g.tokens != s.tokens for g, s in zip(wanted["greedy"], wanted["seeded"], strict=True))
     print(f"{differing} of {len(prompts)} seeded reference texts differ from the greedy ones", flush=True)
-    print(f"{'chain':32} mode   batch equal near different accepted rejected seconds", flush=True)
+    print(f"{'chain':44} mode   batch equal near different accepted rejected seconds", flush=True)
     near_ties, failed = 0, False
-    async with running(backends) as cluster:
+    names = [model.name for model in config.models]
+    settings = RouterSettings(tuple(names), tuple(config.levels[name] for name in names))
+    async with running({name: backends[name] for name in names}, settings) as cluster:
         bench = Bench(cluster, prompts, wanted, args.tokens, stop_ids)
-        rows = [row for row in rows_of(list(backends)) if args.row in (None, row.name)]
+        rows = [row for row in rows_of(config.levels) if args.row in (None, row.name)]
         for row, mode, size in itertools.product(rows, args.modes, args.concurrency):
             began_s = time.monotonic()
             counts = await bench.run(row, mode, size)
@@ -283,7 +295,7 @@ async def compare_all(args: argparse.Namespace) -> int:
 def print_row(row: Row, mode: str, size: int, counts: Counts, seconds: float) -> None:
     verdicts = f"{counts.equal:5} {counts.near_tie:4} {counts.different:9}"
     print(
-        f"{row.name:32} {mode} {size:5} {verdicts} {counts.accepted:8} {counts.rejected:8} {seconds:7.1f}", flush=True
+        f"{row.name:44} {mode} {size:5} {verdicts} {counts.accepted:8} {counts.rejected:8} {seconds:7.1f}", flush=True
     )
 
 

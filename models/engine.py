@@ -80,6 +80,23 @@ class EngineStats:
     evicted_sequences: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """One that was computed and not yet told of: its tasks, their samples, and the seconds that it took."""
+
+    batch: Batch
+    samples: list[list[list[int | None]]]
+    busy_s: float
+
+    @property
+    def rows(self) -> int:
+        return sum(s.end - s.start for _, slices in self.batch for s in slices)
+
+    @property
+    def sequences(self) -> int:
+        return len(self.batch)
+
+
 class InboxFull(Exception):
     """More messages wait than the engine will ever catch up with."""
 
@@ -175,20 +192,39 @@ class Engine:
 
     def step(self) -> bool:
         """Apply what came, run one forward, report. False when no task was ready."""
+        forward = self.begin()
+        if forward is not None:
+            self.end(forward, forward.busy_s)
+        return forward is not None
+
+    def begin(self) -> Forward | None:
+        """Apply what came and compute a forward. None when no task was ready."""
         self._receive()
         batch = self._schedule()
         if batch:
-            self._advance(batch, *self._forward(batch))
+            return Forward(batch, *self._forward(batch))
         self._report()
-        return bool(batch)
+        return None
+
+    def end(self, forward: Forward, busy_s: float) -> None:
+        """Tell of a forward that took `busy_s`."""
+        self._advance(forward, busy_s)
+        self._report()
+
+    def gathers_for_s(self) -> float:
+        """How much longer the next forward should wait (models/gathering.py); 0 or less: not at all."""
+        self._receive()
+        return self._gathering.left_s(self._clock()) if self._tasks else 0.0
+
+    def assume(self, profile: Profile) -> None:
+        """What `profile` would find."""
+        self._gathering.base_s = profile.base_ms / 1e3
 
     def _gather(self) -> None:
         """Wait while the next forward would gain by it (models/gathering.py); messages are applied as they come."""
-        self._receive()
-        while self._tasks and not self._stopping and (left_s := self._gathering.left_s(self._clock())) > 0.0:
+        while (left_s := self.gathers_for_s()) > 0.0 and not self._stopping:
             self._wake.wait(left_s)
             self._wake.clear()
-            self._receive()
 
     def profile(self) -> Profile:
         """Time batches of 1 and 9 rows and of 4 sequences, to start the router's latency fit. Keeps nothing."""
@@ -197,7 +233,7 @@ class Engine:
         per_token_ms = max(0.0, (nine - one) / 8)
         per_sequence_ms = max(0.0, (four - one) / 3 - per_token_ms)
         profile = Profile(max(0.001, one - per_token_ms - per_sequence_ms), per_token_ms, per_sequence_ms)
-        self._gathering.base_s = profile.base_ms / 1e3
+        self.assume(profile)
         return profile
 
     def held(self) -> tuple[Held, ...]:
@@ -422,10 +458,10 @@ class Engine:
         self.stats.most_sequences_in_forward = max(self.stats.most_sequences_in_forward, num_sequences)
         return samples, self._clock() - started_s
 
-    def _advance(self, batch: Batch, samples: list[list[list[int | None]]], busy_s: float) -> None:
-        rows, answered = sum(s.end - s.start for _, slices in batch for s in slices), list[int]()
-        for (task, slices), sampled in zip(batch, samples, strict=True):
-            task.took_part(rows, len(batch), busy_s)
+    def _advance(self, forward: Forward, busy_s: float) -> None:
+        rows, answered = forward.rows, list[int]()
+        for (task, slices), sampled in zip(forward.batch, forward.samples, strict=True):
+            task.took_part(rows, forward.sequences, busy_s)
             if task.layout is None:
                 task.take(slices[0].end, sampled[0])
             self._publish_prompt(self._holdings[task.state.seq])

@@ -5,6 +5,7 @@ Plans are made over a snapshot that is at most `max_age_s` old, once for all req
 """
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -133,6 +134,7 @@ class Planning:
         clock: Callable[[], float],
         stats: RouterStats,
         max_age_s: float = 0.25,
+        work_clock: Callable[[], float] = time.perf_counter,
         learned: Learned = NOTHING,
     ) -> None:
         self._settings = settings
@@ -142,7 +144,7 @@ class Planning:
         self._budget = ProbeBudget()
         self._snapshots: dict[Context, tuple[TableSnapshot, float]] = {}
         self._found: Found = {}
-        self._plans = PlanCache(clock)
+        self._plans = PlanCache(clock, work_clock)
         self.table = RouterTable(learned)
         self.replicas = Replicas()
         self.records: dict[tuple[str, ...], RunRecord] = {}

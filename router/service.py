@@ -109,6 +109,7 @@ class RouterCore:
         *,
         generation: int,
         clock: Callable[[], float] = time.monotonic,
+        work_clock: Callable[[], float] = time.perf_counter,
         learned: Learned = NOTHING,
     ) -> None:
         self._settings = settings
@@ -124,7 +125,7 @@ class RouterCore:
         self._connections = asyncio.Event()
         self._members: dict[str, Member] = {}
         self.stats = RouterStats()
-        self.planning = Planning(settings, clock, self.stats, learned=learned)
+        self.planning = Planning(settings, clock, self.stats, work_clock=work_clock, learned=learned)
 
     # ------------------------------------------------------------------------------------------------ what comes in
 
