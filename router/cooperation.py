@@ -5,13 +5,14 @@ router/fusion.py, router/calibration.py.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from router.acceptance import log_odds, shift_rate
+from router.assignment import Capacity, assign
 from router.calibration import Calibration, Trusting
 from router.checks import ProposalsSeen
-from router.expertise import Rates, alternatives, groups_of, routing_vector, with_group
+from router.expertise import Entry, Rates, alternatives, groups_of, routing_vector, with_group
 from router.fusion import FusionGain
 from router.latency import Ewma
 from router.own_rates import OwnRates, Shifts
@@ -24,6 +25,12 @@ STEP = 0.25
 """In log-odds, to which what a drafter is expected to be in a request is rounded, so that requests share plans."""
 
 MOST_TURN_RATIO = 4.0
+GIVE_S = 0.1
+MOST_ASSIGNED = 128
+"""Requests that are given drafters at once: it takes some ms for so many; the others have what suits them best."""
+
+ASSUMED_WINDOW = 6.0
+"""Tokens of a draft, where it is weighed what a drafter is worth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +45,41 @@ class Routed:
     shifts: Shifts = ()
 
 
+@dataclass(slots=True)
+class Given:
+    """Which drafters of a level each request has; places are given anew to all every GIVE_S."""
+
+    clock: Callable[[], float]
+    _wishes: dict[int, Mapping[str, float]] = field(default_factory=dict)
+    _drafters: dict[int, list[str]] = field(default_factory=dict)
+    _given_s: float = -GIVE_S
+
+    def get(
+        self, own: OwnRates, wish: Mapping[str, float], best: list[str], capacity: Capacity, most: int
+    ) -> list[str]:
+        """Of the request; its `best` where nobody stands in its way, or it is new."""
+        self._wishes[id(own)] = wish
+        if len(self._wishes) == 1 or not capacity.is_scarce():
+            return best
+        now_s = self.clock()
+        if now_s - self._given_s >= GIVE_S:
+            self._given_s = now_s
+            served = list(self._wishes)[-MOST_ASSIGNED:]
+            given = assign([self._wishes[request] for request in served], capacity, most)
+            self._drafters = dict(zip(served, given, strict=True))
+        return [name for name in self._drafters.get(id(own), best) if name in wish] or best
+
+    def forget(self, own: OwnRates) -> None:
+        self._wishes.pop(id(own), None)
+        self._drafters.pop(id(own), None)
+
+
 class Cooperation:
     """`table`: the table as it is for all requests, now."""
 
-    def __init__(self, table: Callable[[], TableSnapshot]) -> None:
+    def __init__(self, table: Callable[[], TableSnapshot], clock: Callable[[], float]) -> None:
         self._table = table
+        self._given: defaultdict[int, Given] = defaultdict(lambda: Given(clock))
         self._calibrations: dict[str, Calibration] = {}
         self._subjects: defaultdict[int, Subjects] = defaultdict(Subjects)
         self._turn_ratio = Ewma(value=1.0)
@@ -62,12 +99,28 @@ class Cooperation:
         routed = Routed(tuple(models), shifts=own.shifts)
         for names in alternatives(models, snapshot.models):
             suits = self._suits(names, models[-1], snapshot, own)
-            chosen = [entry.drafter for entry in routing_vector(suits, in_use)[:most]]
+            chosen = self._chosen(names, models[-1], snapshot, own, routing_vector(suits, in_use), most)
             kept = tuple(name for name in routed.models if name in chosen or name not in names)
             shifts = tuple(shift for shift in routed.shifts if set(shift[0]) <= set(kept) and shift[0][0] not in names)
             rates = (*routed.rates, *(((name, models[-1]), _rounded(suits[name])) for name in sorted(chosen)))
             routed = Routed(kept, routed.groups or tuple(groups_of(chosen, models)), rates, shifts)
         return routed
+
+    def _chosen(
+        self,
+        names: Sequence[str],
+        target: str,
+        snapshot: TableSnapshot,
+        own: OwnRates,
+        vector: Sequence[Entry],
+        most: int,
+    ) -> list[str]:
+        """The request's best, or where drafters are scarce, what it got when all requests were last given theirs."""
+        best = [entry.drafter for entry in vector[:most]]
+        costs = {name: snapshot.models[name] for name in names}
+        capacity = Capacity(costs, ASSUMED_WINDOW, snapshot.models[target].call_ms(1.0))
+        given = self._given[snapshot.models[names[0]].level]
+        return given.get(own, {entry.drafter: entry.hoped for entry in vector}, best, capacity, most)
 
     def proposed(self, seen: ProposalsSeen, snapshot: TableSnapshot, own: OwnRates) -> dict[str, list[int | None]]:
         """What each of several drafters proposed at the positions; each was on trial there, and so was the fused token.
@@ -89,7 +142,9 @@ class Cooperation:
         """A request."""
         for names in alternatives(models, snapshot.models):
             base, evidence = _evidence(names, models[-1], snapshot, own)
-            self._subjects[snapshot.models[names[0]].level].learn(base, evidence, own.words)
+            level = snapshot.models[names[0]].level
+            self._subjects[level].learn(base, evidence, own.words)
+            self._given[level].forget(own)
 
     def turn(self, drafters: Sequence[str], seconds: float) -> None:
         """What one position took that these drafted together."""

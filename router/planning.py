@@ -150,7 +150,7 @@ class Planning:
         self.records: dict[tuple[str, ...], RunRecord] = {}
         self.plan_changes = 0
         self.is_overloaded = False
-        self.cooperation = Cooperation(self.snapshot)
+        self.cooperation = Cooperation(self.snapshot, clock)
 
     def change(self, settings: RouterSettings) -> None:
         """Other settings for the same models, from the next round on."""
