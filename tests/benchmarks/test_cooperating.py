@@ -11,6 +11,10 @@ import pytest
 import torch
 
 from benchmarks.inprocess import InProcessCluster, running
+from benchmarks.simulation.clock import run
+from benchmarks.simulation.cluster import Result, SimulatedCluster
+from benchmarks.simulation.profile import ModelProfile, make_profile
+from benchmarks.simulation.traffic import Request, streams
 from kvstate.protocol import Sampling, Speculation
 from models.backend import Backend, Move, Slice
 from models.emulated import EmulatedBackend, EmulateSpec
@@ -57,30 +61,40 @@ async def test_fused_text_is_the_targets_with_accepted_and_rejected_drafts(
             assert 0 < output.metrics.accepted_draft_tokens < output.metrics.draft_tokens
 
 
-async def test_a_tree_accepts_what_the_draft_alone_does_not() -> None:
-    async def lengths(settings: RouterSettings) -> tuple[float, float]:
-        async with running(drafters(target_ms=6.0), settings) as cluster:
-            outputs = [await cluster.generate(p, GREEDY, 100, (256,), PLANNED) for p in PROMPTS]
-            wanted = [await alone(cluster, p, 100) for p in PROMPTS]
-        assert [output.tokens for output in outputs] == wanted
-        metrics = [o.metrics for o in outputs if o.metrics is not None]
-        rounds = sum(m.rounds for m in metrics)
-        return sum(m.accepted_draft_tokens for m in metrics) / rounds, sum(m.draft_tokens for m in metrics) / rounds
+def simulated(speculation: Speculation, **settings: int) -> list[Result]:
+    """The same drafters of 3 ms and a target of 40 ms, in times that no machine disturbs."""
+    specs = [EmulateSpec(3.0, agreement, errors="own", confidence_spread=0.2) for agreement in (0.8, 0.7, 0.5)]
+    models = [ModelProfile(name, spec, 1) for name, spec in zip("abc", specs, strict=True)]
+    target = ModelProfile("t", EmulateSpec(40.0, 1.0, errors="own"), 2)
 
-    without, with_trees = await lengths(replace(SETTINGS, tree_nodes=0)), await lengths(SETTINGS)
-    assert with_trees[0] > without[0] + 0.2
-    assert with_trees[1] > without[1] + 1.0
+    async def work() -> list[Result]:
+        cluster = SimulatedCluster(make_profile((*models, target), **settings))
+        found = await streams(cluster, 1, 8, lambda n: Request(PROMPTS[n % 4] + b"%d" % n, 200, speculation))
+        await cluster.close()
+        return found
+
+    return run(work())
 
 
-async def test_fusion_is_right_more_often_than_its_best_drafter() -> None:
-    async def mean_length(cluster: InProcessCluster, speculation: Speculation) -> float:
-        outputs = [await cluster.generate(p, GREEDY, 200, (256,), speculation) for p in PROMPTS]
-        metrics = [o.metrics for o in outputs if o.metrics is not None]
-        return sum(m.accepted_draft_tokens for m in metrics) / sum(m.rounds for m in metrics)
+def mean_length(found: Sequence[Result]) -> float:
+    return sum(result.mean_length for result in found) / len(found)
 
-    async with running(drafters(), SETTINGS) as cluster:
-        best = await mean_length(cluster, Speculation("fixed", ("a", "t"), (5,)))
-        assert await mean_length(cluster, TOGETHER) > best + 0.3
+
+def test_a_tree_accepts_what_the_draft_alone_does_not() -> None:
+    without, with_trees = (simulated(PLANNED, tree_nodes=nodes, draft_ahead=0) for nodes in (0, 32))
+    assert [r.tokens for r in with_trees] == [r.tokens for r in without]
+    assert mean_length(with_trees) > mean_length(without) + 0.2
+
+
+def test_fusion_is_right_more_often_than_its_best_drafter() -> None:
+    best = simulated(Speculation("fixed", ("a", "t"), (5,)))
+    assert mean_length(simulated(TOGETHER)) > mean_length(best) + 0.3
+
+
+def test_drafting_ahead_takes_less_time() -> None:
+    waiting, ahead = (simulated(PLANNED, tree_nodes=0, draft_ahead=on) for on in (0, 1))
+    assert [r.tokens for r in ahead] == [r.tokens for r in waiting]
+    assert sum(r.ms_per_token for r in ahead) < 0.95 * sum(r.ms_per_token for r in waiting)
 
 
 @pytest.mark.parametrize("eos_after", [0, 1, 9, 33])
