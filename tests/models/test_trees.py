@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstate.protocol import Check, Close, Commit, Draft, Key, Message, Need, Open, Sampling, Verdict
+from kvstate.protocol import Acked, Check, Close, Commit, Draft, Key, Message, Need, Open, Sampling, Verdict
 from kvstate.sequence import MalformedStep, SequenceState, accept_step, apply_open
 from models.backend import Backend
 from models.emulated import EmulatedBackend, EmulateSpec
@@ -265,6 +265,50 @@ def test_what_is_no_tree_is_malformed(tokens: tuple[int, ...], parents: tuple[in
     step = Check(1, Key(1, 1), 2, 2, tokens, len(tokens), parents=parents)
     with pytest.raises(MalformedStep):
         accept_step(state, step)
+
+
+@pytest.mark.parametrize(("count", "parents"), [(0, (-1,)), (5, (-1, 0)), (-1, (-1,)), (1, (-1, 0)), (2, (-1,))])
+def test_a_count_other_than_the_nodes_is_malformed(count: int, parents: tuple[int, ...]) -> None:
+    state = SequenceState(1)
+    apply_open(state, Open(1, (5, 6), 2, Sampling()))
+    with pytest.raises(MalformedStep):
+        accept_step(state, Check(1, Key(1, 1), 2, 2, (7, 8), count, parents=parents))
+    assert state.tokens == [5, 6]
+
+
+@pytest.mark.parametrize("limits", [{"max_rows": 4}, {"prompt_tokens": 20}])
+def test_a_tree_that_no_forward_can_check_drops_its_sequence_alone(limits: dict[str, int]) -> None:
+    """Too many rows, or for a holder that reads a part of the prompt only: others are served on."""
+    client, prompt = Client(emulated()), tuple(range(40))
+    client.engine = Engine(emulated(), client._deliver, **limits)  # type: ignore[arg-type]
+    client.send(Open(1, prompt, 40, Sampling()), Open(2, prompt, 40, Sampling()))
+    tree = Check(1, Key(1, 1), 40, 40, (1, 2, 3, 4), 4, parents=(-1, 0, 1, 2))
+    [reply] = client.send(tree, Check(2, Key(1, 1), 40, 40, (), 0))
+    assert isinstance(reply, Verdict)
+    assert reply.seq == 2
+    assert client.engine.report().dropped == (1,)
+    client.engine._blocks.check_integrity()
+
+
+def test_a_tree_as_large_as_a_forward_is_checked() -> None:
+    prompt = list(range(40))
+    text = continuation(emulated(), prompt, Sampling(), 4)
+    client = Client(emulated())
+    client.engine = Engine(emulated(), client._deliver, max_rows=4)
+    client.open(prompt, Sampling())
+    assert client.check(prompt, (text[0], 0, text[1]), (-1, -1, 0)).path == (0, 2)
+
+
+def test_a_commit_of_another_token_before_the_tree_overtakes_it() -> None:
+    """The text is as long as before, but the verdict would be of another."""
+    prompt, client = list(range(18)), Client(emulated())
+    text = continuation(emulated(), prompt, Sampling(), 4)
+    client.open(prompt, Sampling())
+    tree = Check(1, Key(1, 1), 18, 18, (text[0] + 1, 3, 4), 2, parents=(-1, -1))
+    replies = client.send(tree, Commit(1, 1, 18, (text[0],)))
+    assert [type(reply) for reply in replies] == [Acked]
+    client.step = 2
+    assert client.check([*prompt, text[0]], (0, text[1]), (-1, -1)).path == (1,)
 
 
 def test_nodes_are_no_tokens_of_the_sequence() -> None:
