@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstate.protocol import Acked, Check, Close, Commit, Draft, Key, Message, Need, Open, Sampling, Verdict
+from kvstate.protocol import Acked, Check, Close, Commit, Draft, Drafted, Key, Message, Need, Open, Sampling, Verdict
 from kvstate.sequence import MalformedStep, SequenceState, accept_step, apply_open
 from models.backend import Backend
 from models.emulated import EmulatedBackend, EmulateSpec
@@ -186,6 +186,47 @@ def test_each_accepted_path_has_the_logprobs_of_plain_decoding(
         lengths.add(verdict.num_accepted)
     assert committed == [*prompt, *text[: len(committed) - len(prompt)]]
     assert len(lengths) > 2, "trees of all kinds were tried"
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "quantization"),
+    [("llama", torch.float32, "none"), ("sliding", torch.bfloat16, "none"), ("llama", torch.bfloat16, "int4")],
+)
+def test_drafts_after_trees_over_a_cached_prompt_equal_plain_decoding(
+    folders: dict[str, Path], family: str, dtype: torch.dtype, quantization: str
+) -> None:
+    """The second sequence begins with the first one's blocks; neither writes into them."""
+    prompt, rng = [1, *range(30, 70)], random.Random(5)
+    text = continuation(load(folders[family], dtype, quantization), prompt, SEEDED, 60)
+    first = Client(load(folders[family], dtype, quantization))
+    second = Client(first.engine._backend, seq=2)
+    second.engine = first.engine
+
+    def deliver(replies: Sequence[tuple[object, Message]]) -> None:
+        for client in (first, second):
+            client._deliver(replies)
+
+    first.engine._deliver = deliver
+    for client in (first, second):
+        client.open(prompt, SEEDED)
+        client.check(prompt, ())
+    assert first.engine.stats.cached_tokens == 32
+    lengths = {1: 1, 2: 1}  # of each text, so far
+    for _ in range(6):
+        for client in (first, second):
+            length = lengths[client.seq]
+            tree = random_tree(rng, text[length:], 9, 128)
+            verdict = client.check([*prompt, *text[:length]], tree.tokens, tree.parents)
+            length += verdict.num_accepted + 1
+            assert [*(tree.tokens[n] for n in verdict.path), verdict.own_token] == text[lengths[client.seq] : length]
+            client.step += 1
+            given, key = tuple(text[client.known - len(prompt) : length]), Key(client.step, client.step)
+            draft = Draft(client.seq, key, len(prompt) + length, client.known, given, 3)
+            [reply] = client.send(draft)
+            assert isinstance(reply, Drafted)
+            assert list(reply.tokens) == text[length : length + 3]
+            client.known, lengths[client.seq] = reply.committed_len, length
+    assert max(lengths.values()) > 16, "texts reach a further block"
 
 
 def test_trees_of_several_sequences_share_a_forward() -> None:
