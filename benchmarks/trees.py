@@ -62,7 +62,9 @@ def print_checks(backend: TransformersBackend, name: str, context: int, repeats:
     for num_nodes in NUM_NODES:
         trees = shapes(num_nodes)
         chain = partial(check_chain, backend, num_nodes, context)
-        chain_ms, *tree_ms = median_ms([chain, *(partial(check_tree, backend, t, context) for t in trees.values())], repeats)
+        chain_ms, *tree_ms = median_ms(
+            [chain, *(partial(check_tree, backend, t, context) for t in trees.values())], repeats
+        )
         shown = [
             f"{kind} of {len(trees[kind].branches())} branches {ms:.1f} ({ms / chain_ms:.2f})"
             for kind, ms in zip(trees, tree_ms, strict=True)
