@@ -12,7 +12,7 @@ O(len(message.tokens) + tokens dropped) and leaves the state untouched when it r
 
     InvariantError
     ├── ConflictingCommit   two messages disagree about a permanent position
-    └── MalformedStep       a step whose tokens end below the committed_len it states
+    └── MalformedStep       a step whose tokens end below the committed_len it states, or whose tree is none
 """
 
 from collections.abc import Sequence
@@ -178,7 +178,7 @@ def _has_rows(step: Step, end: int) -> bool:
         case Check(parents=()):
             return 0 <= step.count < end
         case Check():
-            return end >= 1 and is_tree(step.tokens[-step.count :], step.parents)
+            return end >= 1 and step.count == len(step.parents) and is_tree(step.tokens[-step.count :], step.parents)
         case Probe():
             return 0 <= step.count < step.committed_len == end
 

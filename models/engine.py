@@ -109,6 +109,10 @@ class UnreadPosition(InvariantError):
     """A step asks for a sample within the part of a prompt that this drafter does not read."""
 
 
+class UnfitTree(InvariantError):
+    """A tree with more rows than a forward may have, or for a drafter that does not read the whole prompt."""
+
+
 class Engine:
     """Serves the sequences of one replica over one backend.
 
@@ -320,6 +324,9 @@ class Engine:
         task = start_task(sender, step, state, self._arrived_s)
         if task.next_sample < holding.first:
             raise UnreadPosition(state.seq, task.next_sample, holding.first)
+        num_nodes = len(step.parents) if isinstance(step, Check) else 0
+        if num_nodes > 0 and (num_nodes >= self._max_rows or holding.first > 0):
+            raise UnfitTree(state.seq, num_nodes, self._max_rows, holding.first)
         if not isinstance(step, Probe):  # the router no longer waits for an older step of this sequence
             self._tasks = [t for t in self._tasks if t.state is not state or isinstance(t.step, Probe)]
         self._tasks.append(task)
@@ -490,7 +497,7 @@ class Engine:
         self._backend.move(moves)
         self._blocks.release(_scratch_of(task.state.seq))
         self._blocks.truncate(task.state.seq, len(task.state.tokens))
-        self.stats.rolled_back_tokens += len(task.layout.tree.tokens) - verdict.num_accepted
+        self.stats.rolled_back_tokens += task.layout.num_rows - 1 - verdict.num_accepted
         return verdict
 
     def _report(self) -> None:

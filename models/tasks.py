@@ -106,10 +106,10 @@ def is_overtaken(task: Task) -> bool:
     step, state = task.step, task.state
     if isinstance(step, Probe) or (isinstance(step, Draft) and step.count == 0):
         return task.rows_end > len(state.tokens)
-    is_tree = isinstance(step, Check) and bool(step.parents)
-    checked = step.count if isinstance(step, Check) and not is_tree else 0
-    first = step.from_len + len(given_tokens(step)) - checked
-    return state.committed_len > first or task.rows_end + is_tree != len(state.tokens)
+    if isinstance(step, Check) and step.parents:  # no tail of tokens shows it: what the tree follows is all there is
+        return state.tokens[step.from_len :] != [*given_tokens(step)]
+    first = step.from_len + len(step.tokens) - (step.count if isinstance(step, Check) else 0)
+    return state.committed_len > first or task.rows_end != len(state.tokens)
 
 
 def continue_draft(task: Task, end_ids: AbstractSet[int], context_len: int) -> bool:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstate.protocol import Check, Close, Commit, Draft, Key, Message, Need, Open, Sampling, Verdict
+from kvstate.protocol import Acked, Check, Close, Commit, Draft, Drafted, Key, Message, Need, Open, Sampling, Verdict
 from kvstate.sequence import MalformedStep, SequenceState, accept_step, apply_open
 from models.backend import Backend
 from models.emulated import EmulatedBackend, EmulateSpec
@@ -188,6 +188,47 @@ def test_each_accepted_path_has_the_logprobs_of_plain_decoding(
     assert len(lengths) > 2, "trees of all kinds were tried"
 
 
+@pytest.mark.parametrize(
+    ("family", "dtype", "quantization"),
+    [("llama", torch.float32, "none"), ("sliding", torch.bfloat16, "none"), ("llama", torch.bfloat16, "int4")],
+)
+def test_drafts_after_trees_over_a_cached_prompt_equal_plain_decoding(
+    folders: dict[str, Path], family: str, dtype: torch.dtype, quantization: str
+) -> None:
+    """The second sequence begins with the first one's blocks; neither writes into them."""
+    prompt, rng = [1, *range(30, 70)], random.Random(5)
+    text = continuation(load(folders[family], dtype, quantization), prompt, SEEDED, 60)
+    first = Client(load(folders[family], dtype, quantization))
+    second = Client(first.engine._backend, seq=2)
+    second.engine = first.engine
+
+    def deliver(replies: Sequence[tuple[object, Message]]) -> None:
+        for client in (first, second):
+            client._deliver(replies)
+
+    first.engine._deliver = deliver
+    for client in (first, second):
+        client.open(prompt, SEEDED)
+        client.check(prompt, ())
+    assert first.engine.stats.cached_tokens == 32
+    lengths = {1: 1, 2: 1}  # of each text, so far
+    for _ in range(6):
+        for client in (first, second):
+            length = lengths[client.seq]
+            tree = random_tree(rng, text[length:], 9, 128)
+            verdict = client.check([*prompt, *text[:length]], tree.tokens, tree.parents)
+            length += verdict.num_accepted + 1
+            assert [*(tree.tokens[n] for n in verdict.path), verdict.own_token] == text[lengths[client.seq] : length]
+            client.step += 1
+            given, key = tuple(text[client.known - len(prompt) : length]), Key(client.step, client.step)
+            draft = Draft(client.seq, key, len(prompt) + length, client.known, given, 3)
+            [reply] = client.send(draft)
+            assert isinstance(reply, Drafted)
+            assert list(reply.tokens) == text[length : length + 3]
+            client.known, lengths[client.seq] = reply.committed_len, length
+    assert max(lengths.values()) > 16, "texts reach a further block"
+
+
 def test_trees_of_several_sequences_share_a_forward() -> None:
     backend, prompts = emulated(), {1: [5, 6, 7], 2: list(range(40)), 3: [9] * 16}
     texts = {seq: continuation(emulated(), prompt, Sampling(), 12) for seq, prompt in prompts.items()}
@@ -265,6 +306,50 @@ def test_what_is_no_tree_is_malformed(tokens: tuple[int, ...], parents: tuple[in
     step = Check(1, Key(1, 1), 2, 2, tokens, len(tokens), parents=parents)
     with pytest.raises(MalformedStep):
         accept_step(state, step)
+
+
+@pytest.mark.parametrize(("count", "parents"), [(0, (-1,)), (5, (-1, 0)), (-1, (-1,)), (1, (-1, 0)), (2, (-1,))])
+def test_a_count_other_than_the_nodes_is_malformed(count: int, parents: tuple[int, ...]) -> None:
+    state = SequenceState(1)
+    apply_open(state, Open(1, (5, 6), 2, Sampling()))
+    with pytest.raises(MalformedStep):
+        accept_step(state, Check(1, Key(1, 1), 2, 2, (7, 8), count, parents=parents))
+    assert state.tokens == [5, 6]
+
+
+@pytest.mark.parametrize("limits", [{"max_rows": 4}, {"prompt_tokens": 20}])
+def test_a_tree_that_no_forward_can_check_drops_its_sequence_alone(limits: dict[str, int]) -> None:
+    """Too many rows, or for a holder that reads a part of the prompt only: others are served on."""
+    client, prompt = Client(emulated()), tuple(range(40))
+    client.engine = Engine(emulated(), client._deliver, **limits)  # type: ignore[arg-type]
+    client.send(Open(1, prompt, 40, Sampling()), Open(2, prompt, 40, Sampling()))
+    tree = Check(1, Key(1, 1), 40, 40, (1, 2, 3, 4), 4, parents=(-1, 0, 1, 2))
+    [reply] = client.send(tree, Check(2, Key(1, 1), 40, 40, (), 0))
+    assert isinstance(reply, Verdict)
+    assert reply.seq == 2
+    assert client.engine.report().dropped == (1,)
+    client.engine._blocks.check_integrity()
+
+
+def test_a_tree_as_large_as_a_forward_is_checked() -> None:
+    prompt = list(range(40))
+    text = continuation(emulated(), prompt, Sampling(), 4)
+    client = Client(emulated())
+    client.engine = Engine(emulated(), client._deliver, max_rows=4)
+    client.open(prompt, Sampling())
+    assert client.check(prompt, (text[0], 0, text[1]), (-1, -1, 0)).path == (0, 2)
+
+
+def test_a_commit_of_another_token_before_the_tree_overtakes_it() -> None:
+    """The text is as long as before, but the verdict would be of another."""
+    prompt, client = list(range(18)), Client(emulated())
+    text = continuation(emulated(), prompt, Sampling(), 4)
+    client.open(prompt, Sampling())
+    tree = Check(1, Key(1, 1), 18, 18, (text[0] + 1, 3, 4), 2, parents=(-1, -1))
+    replies = client.send(tree, Commit(1, 1, 18, (text[0],)))
+    assert [type(reply) for reply in replies] == [Acked]
+    client.step = 2
+    assert client.check([*prompt, text[0]], (0, text[1]), (-1, -1)).path == (1,)
 
 
 def test_nodes_are_no_tokens_of_the_sequence() -> None:
