@@ -95,7 +95,10 @@ FromRouter = Admit | Resume | Committed | Finish
 
 
 class CoordinatorCore:
-    """`models`: names, cheapest first, the target last. `now` is a monotonic clock in seconds."""
+    """`models`: names, cheapest first, the target last. `now` is a monotonic clock in seconds.
+
+    gather_s  least time between two commits of a sequence to one holder
+    """
 
     def __init__(
         self,
@@ -104,6 +107,7 @@ class CoordinatorCore:
         max_waiting: int = 256,
         lease_s: float = 30.0,
         resend_s: float = 0.1,
+        gather_s: float = 0.05,
         heartbeat_timeout_s: float = 2.5,
         members_interval_s: float = 1.0,
     ) -> None:
@@ -112,6 +116,7 @@ class CoordinatorCore:
         self._admission = Admission(self.ledger, models, max_waiting)
         self._lease_s = lease_s
         self._resend_s = resend_s
+        self._gather_s = gather_s
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._members_interval_s = members_interval_s
         self._members_sent_s = float("-inf")
@@ -300,8 +305,15 @@ class CoordinatorCore:
 
     def _committed(self, entry: Running, message: Committed, now: float) -> list[Outgoing]:
         entry.record(message.epoch, message.from_len, message.tokens)
-        behind = [holder for holder in entry.holders.values() if entry.is_behind(holder)]
-        return [out for holder in behind for out in self._commit_to(entry, holder, now)]
+        return [out for holder in entry.holders.values() for out in self._commit_soon(entry, holder, now)]
+
+    def _commit_soon(self, entry: Running, holder: Holder, now: float) -> list[Outgoing]:
+        """One commit tells of all rounds of `gather_s`: those of a chain learn of theirs by its steps, and others have
+        time. `tick` sends what is left.
+        """
+        if not entry.is_behind(holder) or now - holder.sent_s < self._gather_s:
+            return []
+        return self._commit_to(entry, holder, now)
 
     def _commit_to(self, entry: Running, holder: Holder, now: float) -> list[Outgoing]:
         """What the holder lacks; of a lost copy, one token only, to learn from the answer whether it is back."""

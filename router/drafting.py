@@ -236,7 +236,7 @@ class Drafters:
             self._late[name] = future
             self._skipped[name] = self._to_skip[name] = min(MOST_SKIPPED, 2 * self._skipped.get(name, 0) or 1)
         elif isinstance(lost := future.exception(), ReplicaLost):
-            self._steps.forget(lost.replica_id)
+            self._steps.sequence.forget(lost.replica_id)
         else:
             self._skipped.pop(name, None)
 

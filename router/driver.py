@@ -88,7 +88,7 @@ class RoundDriver:
         holders = self.sequence.holders
         if target not in holders or holders[target].replica_id == replica_id:
             raise TargetLost(replica_id)
-        self._steps.forget(replica_id)
+        self.sequence.forget(replica_id)
 
     def stop(self) -> None:
         """No further round comes."""

@@ -56,6 +56,10 @@ class RunningSequence:
     def begin_round(self) -> None:
         self.epoch += 1
 
+    def forget(self, replica_id: str) -> None:
+        """A holder that is gone."""
+        self.holders = {m: h for m, h in self.holders.items() if h.replica_id != replica_id}
+
     @property
     def output_len(self) -> int:
         return len(self.tokens) - self.prompt_len

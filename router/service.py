@@ -154,8 +154,14 @@ class RouterCore:
         self._connections.set()
 
     def replica_lost(self, replica_id: str) -> None:
-        """Steps under way there end with ReplicaLost. Its stream and the membership both tell; it counts once."""
+        """Steps under way there end with ReplicaLost. Its stream and the membership both tell; it counts once.
+
+        No sequence goes on there, should it come back: the coordinator knows of no copy there any more.
+        """
         self._calls.fail(replica_id)
+        for request in self._requests.values():
+            if request.sequence is not None:
+                request.sequence.forget(replica_id)
         if replica_id not in self._connected:
             return
         self._connected.remove(replica_id)
@@ -368,7 +374,9 @@ class RouterCore:
         return first is not None and self._clock() - first.since_s > OVERLOAD_S
 
     def _plan(self, request: Request, sequence: RunningSequence, missing: Missing) -> Plan:
-        own = request.own
+        own, target = request.own, self._settings.target
+        if target not in sequence.holders:
+            raise TargetLost(target)
         self.planning.is_overloaded, self.planning.table.num_open = self._is_overloaded, len(self._requests)
         speculation = request.message.speculation
         plan = self.planning.plan(tuple(sequence.holders), speculation, own, missing, request.drafters)

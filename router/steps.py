@@ -89,11 +89,6 @@ class Steps:
             raise ReplicaLost(model)
         return holder
 
-    def forget(self, replica_id: str) -> None:
-        """A holder that is gone."""
-        holders = self.sequence.holders
-        self.sequence.holders = {m: h for m, h in holders.items() if h.replica_id != replica_id}
-
     def open(self, holder: Holder) -> None:
         """The first message to a holder, and the one after it lost the sequence."""
         if not holder.opened:

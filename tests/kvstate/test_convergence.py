@@ -256,6 +256,9 @@ class Cluster(RuleBasedStateMachine):
         if killed:
             self.replicas[name].wipe()
         self.route(self.core.replica_lost(name, self.now))
+        for holders in self.admitted.values():  # the router, which is told, opens nothing there any more
+            for model in [model for model, holder in holders.items() if holder == name]:
+                del holders[model]
 
     @rule(name=st.sampled_from(sorted(REPLICAS)), pick=PICK, tokens_too=st.booleans())
     def evicted(self, name: str, pick: int, tokens_too: bool) -> None:
