@@ -1,8 +1,9 @@
-"""What cooperating drafters gain: `python -m benchmarks.cooperation --parts ladder ablation straggler`.
+"""What cooperating drafters gain: `python -m benchmarks.cooperation --parts ladder ablation testbed straggler`.
 
 ladder     8 expert drafters and one target as real actors: a random drafter, routed by expertise, with fusion of three,
            with trees, with drafting ahead; beside an oracle that knows the experts, and beside the simulator.
 ablation   simulated: what is lost without each, by how many are served at once, with own and with shared errors.
+testbed    simulated: CoSine's cluster, beside policies of other systems on the same machines.
 straggler  real actors: one of three fused drafters becomes slow, another is killed, in the middle of an answer.
 
 Exit code 1 where a figure falls short of its target. docs/benchmarks.md says how each figure is measured.
@@ -16,9 +17,10 @@ import sys
 from benchmarks.cooperation_ablation import ablation
 from benchmarks.cooperation_ladder import ladder
 from benchmarks.cooperation_straggler import straggler
+from benchmarks.cooperation_testbed import testbed
 from benchmarks.report import Report
 
-PARTS = ("ladder", "ablation", "straggler")
+PARTS = ("ladder", "ablation", "testbed", "straggler")
 
 
 def main() -> None:
@@ -30,6 +32,8 @@ def main() -> None:
     print(f"machine: {len(os.sched_getaffinity(0))} CPUs, load {os.getloadavg()[0]:.1f}")
     if "ablation" in arguments.parts:
         ablation(report)
+    if "testbed" in arguments.parts:
+        testbed(report)
     if "ladder" in arguments.parts:
         for concurrency in arguments.streams:
             asyncio.run(ladder(report, concurrency))
