@@ -6,12 +6,13 @@ Low and high load are streams that ask one request after the other, fluctuating 
 import os
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from benchmarks.experts import ALONE, FULL
 from benchmarks.report import Report, standard_error
@@ -36,7 +37,7 @@ OURS = "cooperating"
 class Policy:
     """`wish`: of the nth request of a seed."""
 
-    router: dict[str, object]
+    router: Mapping[str, Any]
     chain: tuple[str, ...] | None = None
 
     def speculation(self, rng: random.Random) -> Speculation:
@@ -49,12 +50,13 @@ class Policy:
 
 
 FAST = tuple(f"fast-{domain}-1" for domain in DOMAINS)
+EVERY = tuple(f"{kind}-{domain}-{i}" for kind in ("slow", "fast") for domain in DOMAINS for i in (1, 2))
 POLICIES = {
     "no speculation": Policy(ALONE, ()),
     "one static drafter": Policy(ALONE, FAST[:1]),
-    "tree of all kinds, no routing": Policy({**FULL, "draft_ahead": False}, ("|".join(FAST),)),
+    "tree of all drafters, no routing": Policy({**FULL, "draft_ahead": False}, ("|".join(EVERY),)),
     "pipeline, no routing": Policy({**ALONE, "draft_ahead": True}, FAST),
-    OURS: Policy(FULL),
+    OURS: Policy({**FULL, "cooperate": len(EVERY)}),
 }
 
 

@@ -32,7 +32,7 @@ from kvstate.protocol import Sampling, Speculation
 from models.backend import Backend
 from models.engine import Engine
 from router.plan import GROUP, Plan
-from router.planning import RouterSettings
+from router.settings import RouterSettings
 
 THREADS = 2
 MOST_PROMPT_CHARACTERS = 1500

@@ -29,8 +29,8 @@ from kvstate.protocol import (
 )
 from models.backend import Backend
 from models.engine import Engine
-from router.planning import RouterSettings
 from router.service import RouterCore
+from router.settings import RouterSettings
 
 TICK_S = 0.05
 STOP_S = 30.0

@@ -142,7 +142,7 @@ class RouterConfig(Section):
     explore: Share = 0.05
     max_window: Count = 16
     slo_ms_per_token: Positive | None = None
-    cooperate: Count = 3
+    cooperate: Count = 8
     draft_ahead: bool = True
     tree_nodes: Annotated[int, Field(ge=0, le=128)] = 32
     remember: bool = True

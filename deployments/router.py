@@ -18,8 +18,8 @@ from deployments.metrics import RouterMetrics
 from deployments.streams import Callbacks, endpoint, new_generation, node_address
 from kvstate.protocol import AnyMessage, Members, Message
 from router.learned import NOTHING
-from router.planning import RouterSettings
 from router.service import RouterCore
+from router.settings import RouterSettings
 
 log = logging.getLogger(__name__)
 

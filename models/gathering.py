@@ -8,6 +8,9 @@ it just answered, as long as they usually take and never longer than the base th
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+MOST_RETURNS = 4.0
+"""Mean times to return for which the last is waited: of many, answered at once, the router tells one after another."""
+
 SHARE = 0.05
 """What the newest return counts in the mean."""
 
@@ -42,4 +45,4 @@ class Gathering:
         """How much longer to wait; 0 or less: not at all."""
         if not self._expected or self.return_s > self.base_s:
             return 0.0
-        return self._ended_s + min(2.0 * self.return_s, self.base_s) - now_s
+        return self._ended_s + min(MOST_RETURNS * self.return_s, self.base_s) - now_s

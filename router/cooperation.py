@@ -82,7 +82,7 @@ class Cooperation:
         self._given: defaultdict[int, Given] = defaultdict(lambda: Given(clock))
         self._calibrations: dict[str, Calibration] = {}
         self._subjects: defaultdict[int, Subjects] = defaultdict(Subjects)
-        self._turn_ratio = Ewma(value=1.0)
+        self._turn_ratios: dict[int, Ewma] = {}
         self.gain = FusionGain()
         self.beside = BesideRates()
 
@@ -150,10 +150,14 @@ class Cooperation:
         """What one position took that these drafted together."""
         expected_ms = self._expected_turn_ms(drafters)
         if expected_ms > 0.0 and len(drafters) > 1:
-            self._turn_ratio.add(min(MOST_TURN_RATIO, seconds * 1e3 / expected_ms))
+            ratio = self._turn_ratios.setdefault(len(drafters), Ewma(value=1.0))
+            ratio.add(min(MOST_TURN_RATIO, seconds * 1e3 / expected_ms))
 
     def turn_ms(self, drafters: Sequence[str]) -> float:
-        return self._turn_ratio.value * self._expected_turn_ms(drafters)
+        """The more take part, the longer the last one may take: by what turns of as many took, else of fewer."""
+        known = max((size for size in self._turn_ratios if size <= len(drafters)), default=None)
+        ratio = 1.0 if known is None else self._turn_ratios[known].value
+        return ratio * self._expected_turn_ms(drafters)
 
     def with_group(self, seen: TableSnapshot, group: str, models: Sequence[str]) -> TableSnapshot:
         """A table in which the group stands as a model."""

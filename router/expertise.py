@@ -21,6 +21,8 @@ LOYALTY = 0.02
 """By how much of its tokens another drafter must seem better than one in use: it has to compute the text first."""
 
 
+GROUP_SIZES = (2, 3, 4, 6, 8, 12)
+
 Rates = tuple[tuple[Pair, float], ...]
 """Acceptance by pair."""
 
@@ -50,8 +52,9 @@ def alternatives(models: Sequence[str], costs: Mapping[str, ModelCost]) -> list[
 
 
 def groups_of(chosen: Sequence[str], models: Sequence[str]) -> list[str]:
-    """Groups of the first two, three, … of `chosen`; names within a group stand in the order of `models`."""
-    return [GROUP.join(sorted(chosen[:size], key=models.index)) for size in range(2, len(chosen) + 1)]
+    """Groups of the first two, three, … and of all of `chosen`; names within a group stand in the order of `models`."""
+    sizes = sorted({size for size in (*GROUP_SIZES, len(chosen)) if 2 <= size <= len(chosen)})
+    return [GROUP.join(sorted(chosen[:size], key=models.index)) for size in sizes]
 
 
 def with_rates(snapshot: TableSnapshot, rates: Rates) -> TableSnapshot:

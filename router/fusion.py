@@ -17,6 +17,7 @@ from router.acceptance import HALF_LIFE_POSITIONS
 Trust = Callable[[str, float], float]
 """Drafter and the probability it states for its sample → what to believe of it."""
 
+MOST_ENUMERATED = 6
 MOST_GAIN = 1.5
 PRIOR_GAIN, PRIOR_TOKENS = 0.7, 4.0
 """What is expected of fusion until it was tried, and how many tokens that it could have gained this guess is worth."""
@@ -74,8 +75,11 @@ def _posterior(all_guesses: Sequence[Guesses]) -> dict[int, float]:
 
 def independent(rates: Sequence[float]) -> float:
     """How often the fused token is right where drafters are right with these `rates`, independently of one another, and
-    wrong tokens differ: the right ones outweigh the strongest wrong one. Ties count half.
+    wrong tokens differ: the right ones outweigh the strongest wrong one. Ties count half. Of many drafters, two that
+    are right are taken to outweigh any that is wrong.
     """
+    if len(rates) > MOST_ENUMERATED:
+        return _two_or_the_strongest(rates)
     right = 0.0
     for outcome in product((True, False), repeat=len(rates)):
         probability = prod(r if is_right else 1.0 - r for r, is_right in zip(rates, outcome, strict=True))
@@ -84,6 +88,15 @@ def independent(rates: Sequence[float]) -> float:
         if for_it > 0.0:
             right += probability * (1.0 if for_it > against + 1e-9 else 0.5 if for_it > against - 1e-9 else 0.0)
     return right
+
+
+def _two_or_the_strongest(rates: Sequence[float]) -> float:
+    """Two drafters or more are right, or one is that has the largest rate."""
+    none = prod(1.0 - rate for rate in rates)
+    alone = [none * rate / max(1e-9, 1.0 - rate) for rate in rates]
+    strongest = max(rates)
+    wins = [one for one, rate in zip(alone, rates, strict=True) if rate > strongest - 1e-9]
+    return 1.0 - none - sum(alone) + sum(wins) * (1.0 if len(wins) == 1 else 0.5)
 
 
 @dataclass(slots=True)

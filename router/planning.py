@@ -24,49 +24,11 @@ from router.planner import Found, Planner
 from router.probing import ProbeBudget, ProbePlan, choose_probe
 from router.replicas import Replicas
 from router.sequence import Holder
+from router.settings import RouterSettings
 from router.snapshot import TableSnapshot
 from router.stats import RouterStats
 from router.steps import CATCH_UP
 from router.table import NO_TOPS, RouterTable
-
-
-@dataclass(frozen=True, slots=True)
-class RouterSettings:
-    """`models`: cheapest first, target last; `levels[i]` is that of models[i], its place in the list where none are
-    given. `chain` and `windows` are used by the policy `fixed`.
-
-    cooperate    most drafters of one level that make a draft together
-    draft_ahead  whether drafters may go on while their draft is checked
-    tree_nodes   most tokens that the target checks at once where a draft is checked with what else is likely; 0: none
-    """
-
-    models: tuple[str, ...]
-    levels: tuple[int, ...] = ()
-    policy: str = "adaptive"
-    chain: tuple[str, ...] = ()
-    windows: tuple[int, ...] = ()
-    explore: float = 0.05
-    max_window: int = 16
-    slo_ms_per_token: float | None = None
-    cooperate: int = 3
-    draft_ahead: bool = True
-    tree_nodes: int = 32
-    max_queue: int = 256
-    step_timeout_s: float = 10.0
-
-    @property
-    def target(self) -> str:
-        return self.models[-1]
-
-    @property
-    def has_alternatives(self) -> bool:
-        """Whether some level has several models."""
-        return len(set(self.levels)) < len(self.levels)
-
-    def level_of(self, model: str) -> int:
-        index = self.models.index(model)
-        return self.levels[index] if self.levels else index + 1
-
 
 NO_PLAN = Plan((), (), 0.0)
 TURNS_WAITED, LEAST_WAIT_MS = 2.0, 2.0

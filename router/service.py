@@ -40,9 +40,10 @@ from router.learned import NOTHING, Learned
 from router.links import Outbound, StepCalls
 from router.own_rates import Missing, OwnRates
 from router.plan import Plan
-from router.planning import Planning, RequestObserver, RouterSettings
+from router.planning import Planning, RequestObserver
 from router.probing import ProbePlan
 from router.sequence import Holder, Limits, RunningSequence, TargetCounts
+from router.settings import RouterSettings
 from router.stats import RouterStats
 from router.steps import MOST_BEHIND
 from router.subjects import NO_WORDS, words_of

@@ -12,7 +12,7 @@ from benchmarks.simulation.links import LinkSpec
 from cluster.config import Emulate
 from deployments.backends import emulate_spec
 from models.emulated import EmulateSpec
-from router.planning import RouterSettings
+from router.settings import RouterSettings
 
 
 class _Section(BaseModel):

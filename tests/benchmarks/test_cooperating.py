@@ -20,7 +20,7 @@ from models.backend import Backend, Move, Slice
 from models.emulated import EmulatedBackend, EmulateSpec
 from models.processing import Row
 from models.sampling import guesses, sample
-from router.planning import RouterSettings
+from router.settings import RouterSettings
 
 GREEDY = Sampling()
 PROMPTS = [b"Hello world", b"The quick brown fox", b"code: x", b"math: 2 + 2"]

@@ -30,7 +30,7 @@ from models.backend import Backend
 from models.emulated import EmulatedBackend, EmulateSpec
 from models.ngram import NgramBackend
 from models.transformers_backend import TransformersBackend
-from router.planning import RouterSettings
+from router.settings import RouterSettings
 
 PROMPTS = [b"Hello world", b"The quick brown fox jumps over the lazy dog", b"a"]
 CHAINS = [("a", "t"), ("b", "t"), ("a", "b", "t"), ("b+a", "t")]

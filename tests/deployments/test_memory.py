@@ -11,8 +11,8 @@ from deployments.memory import Memory, memory_path
 from kvstate.protocol import Profile
 from router.checks import CheckSeen
 from router.learned import NOTHING
-from router.planning import RouterSettings
 from router.service import RouterCore
+from router.settings import RouterSettings
 
 CONFIG = load_config(Path(__file__).parents[2] / "configs/emulated.yaml")
 

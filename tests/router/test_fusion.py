@@ -70,3 +70,9 @@ def test_the_gain_fades_where_drafters_err_alike_and_stays_where_they_do_not() -
     assert alike.acceptance(rates) == pytest.approx(0.8, abs=0.02)
     assert own.acceptance(rates) == pytest.approx(independent(rates), abs=0.02)
     assert alike.share < 0.3 < 0.8 < own.share
+
+
+def test_of_many_drafters_two_that_are_right_are_enough() -> None:
+    many = (0.75, 0.75, 0.45, 0.45, 0.45, 0.45, 0.45, 0.45)
+    assert independent(many) == pytest.approx(0.985, abs=0.01)
+    assert independent((0.9, *[0.05] * 7)) == pytest.approx(0.9, abs=0.02)

@@ -9,7 +9,8 @@ from kvstate.protocol import Profile, Speculation
 from router.acceptance import Dispersion
 from router.checks import CheckSeen
 from router.own_rates import MOST_SHIFT, OwnRates, shifted
-from router.planning import Planning, RouterSettings
+from router.planning import Planning
+from router.settings import RouterSettings
 from router.snapshot import PairEstimate, TableSnapshot
 from router.stats import RouterStats
 from router.table import RouterTable

@@ -91,3 +91,5 @@ def test_uncertainty_counts_for_a_drafter_and_use_counts_a_little() -> None:
 def test_groups_grow_from_the_best_and_are_named_in_the_order_of_models() -> None:
     assert groups_of(["c", "a", "b"], ["a", "b", "c", "t"]) == ["a|c", "a|b|c"]
     assert groups_of(["c"], ["a", "c"]) == []
+    many = [f"d{i}" for i in range(10)]
+    assert [len(group.split("|")) for group in groups_of(many, many)] == [2, 3, 4, 6, 8, 10]

@@ -12,8 +12,9 @@ from kvstate.protocol import Profile, Speculation, Timing, Top
 from router.checks import CheckSeen, Kind, Origin
 from router.own_rates import OwnRates
 from router.plan import Plan
-from router.planning import Planning, RouterSettings
+from router.planning import Planning
 from router.probing import ProbeBudget, ProbePlan, choose_probe
+from router.settings import RouterSettings
 from router.snapshot import PairEstimate, TableSnapshot
 from router.stats import RouterStats
 from router.table import RouterTable
