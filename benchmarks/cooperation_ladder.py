@@ -12,9 +12,10 @@ from benchmarks.client import Answer
 from benchmarks.emulated_app import EmulatedApp, emulated_app, emulated_config
 from benchmarks.emulated_client import AUTO, EmulatedClient, Wish, emulated_client
 from benchmarks.experts import FULL, LADDER, LEVELS, NAMES, ORACLE, Stage, emulate, prompt_of
+from benchmarks.joined import Output
 from benchmarks.report import Report
 from benchmarks.simulation.clock import run
-from benchmarks.simulation.cluster import Result, SimulatedCluster
+from benchmarks.simulation.cluster import SimulatedCluster
 from benchmarks.simulation.links import LinkSpec
 from benchmarks.simulation.profile import ModelProfile, Profile, make_profile
 from benchmarks.simulation.traffic import Request as SimulatedRequest
@@ -91,7 +92,7 @@ def profile_of(hop_ms: float, errors: str = "own", target_row_ms: float = 0.0) -
     return make_profile(tuple(models), **FULL)
 
 
-async def _simulated(profile: Profile, concurrency: int) -> Mapping[str, list[Result]]:
+async def _simulated(profile: Profile, concurrency: int) -> Mapping[str, list[Output]]:
     """As `_measured`."""
     cluster = SimulatedCluster(profile)
     await streams(
@@ -100,7 +101,7 @@ async def _simulated(profile: Profile, concurrency: int) -> Mapping[str, list[Re
         WARM_UP // concurrency,
         lambda n: SimulatedRequest(prompt_of("warm-up", n).encode(), TOKENS),
     )
-    results: dict[str, list[Result]] = {name: [] for name in STAGES}
+    results: dict[str, list[Output]] = {name: [] for name in STAGES}
     for turn in range(TURNS):
         for name, stage in _turned(turn):
             cluster.router.change(profile.with_settings(**stage.router).settings)

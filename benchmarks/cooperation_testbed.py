@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.experts import ALONE, FULL
+from benchmarks.joined import Output
 from benchmarks.report import Report, standard_error
 from benchmarks.simulation.clock import run
-from benchmarks.simulation.cluster import Result, SimulatedCluster
+from benchmarks.simulation.cluster import SimulatedCluster
 from benchmarks.simulation.profile import read_profile
 from benchmarks.simulation.traffic import Request, arrivals, streams
 from kvstate.protocol import Speculation
@@ -119,7 +120,7 @@ def _request(policy: Policy, title: str, number: int) -> Request:
     return Request(f"{domain}: {words}".encode(), TOKENS, policy.speculation(rng))
 
 
-def _summed(results: Sequence[Result]) -> Figures:
+def _summed(results: Sequence[Output]) -> Figures:
     latency_s = statistics.fmean(result.latency_s for result in results)
     seconds = max(r.arrived_s[-1] for r in results) - min(r.asked_s for r in results)
     return Figures(latency_s, sum(len(r.tokens) for r in results) / seconds)

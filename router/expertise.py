@@ -20,8 +20,8 @@ CURIOSITY = 0.6
 LOYALTY = 0.02
 """By how much of its tokens another drafter must seem better than one in use: it has to compute the text first."""
 
-
 GROUP_SIZES = (2, 3, 4, 6, 8, 12)
+"""Besides the largest: each is a candidate of every plan, and one drafter more among many changes little."""
 
 Rates = tuple[tuple[Pair, float], ...]
 """Acceptance by pair."""

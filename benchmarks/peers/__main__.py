@@ -118,10 +118,7 @@ def start_apps(names: Sequence[str], folder: Path, stack: ExitStack) -> Iterator
     for name in names:
         app, speculation = SERVED[name]
         if app not in apps:
-            apps[app] = App(
-                {"models": APPS[app], "kv": {"prefix_cache": False}, "router": {"remember": False}},
-                folder / f"{app}.yaml",
-            )
+            apps[app] = App({"models": APPS[app], **AFRESH}, folder / f"{app}.yaml")
             stack.callback(apps[app].stop)
         yield name, Served(apps[app], speculation)
 

@@ -28,10 +28,8 @@ class Link:
         self._loop = asyncio.get_running_loop()
         self._free_s = 0.0
         self._encoder = msgspec.msgpack.Encoder()
-        self.messages = 0
 
     def send(self, message: Message, deliver: Callable[[Message], None]) -> None:
-        self.messages += 1
         now_s = self._loop.time()
         if self._spec.mbit_s is not None:
             num_bytes = FRAME_BYTES + len(self._encoder.encode(message))

@@ -7,8 +7,7 @@ from kvstate.protocol import Message, Profile
 from models.emulated import EmulatedBackend, EmulateSpec
 from models.engine import Engine, Forward
 
-BLOCK_TOKENS = 16
-Deliver = Callable[[Message], None]
+NUM_BLOCKS, BLOCK_TOKENS = 20_000, 16
 
 
 def no_sleep(duration_s: float) -> None:
@@ -18,28 +17,19 @@ def no_sleep(duration_s: float) -> None:
 class SimulatedReplica:
     """`submit` as messages arrive; replies go to whom they are sent to, by the sender's name."""
 
-    def __init__(
-        self, name: str, rank: int, spec: EmulateSpec, num_blocks: int, reply: Callable[[str, Message], None]
-    ) -> None:
-        self.name, self.spec = name, spec
+    def __init__(self, name: str, rank: int, spec: EmulateSpec, reply: Callable[[str, Message], None]) -> None:
+        self.spec = spec
         self._loop = asyncio.get_running_loop()
         self._reply = reply
-        self.backend = EmulatedBackend(name, rank, spec, num_blocks, BLOCK_TOKENS, sleep=no_sleep)
+        self.backend = EmulatedBackend(name, rank, spec, NUM_BLOCKS, BLOCK_TOKENS, sleep=no_sleep)
         self.engine = Engine(self.backend, self._deliver, clock=self._loop.time)
         self.engine.assume(self.profile)
         self._timer: asyncio.Handle | None = None
         self._is_computing = False
-        self.busy_s = 0.0
-        self.forwards = self.sequences = 0
 
     @property
     def profile(self) -> Profile:
         return Profile(max(1e-3, self.spec.base_ms), self.spec.per_token_ms, self.spec.per_sequence_ms)
-
-    def update(self, spec: EmulateSpec) -> None:
-        """Other values, from the next batch on."""
-        self.spec = spec
-        self.backend.update(spec)
 
     def submit(self, sender: str, message: Message) -> None:
         self.engine.submit(sender, [message])
@@ -64,8 +54,6 @@ class SimulatedReplica:
         spec = self.spec
         took_ms = spec.base_ms + spec.per_token_ms * forward.rows + spec.per_sequence_ms * forward.sequences
         took_s = took_ms / 1e3 if forward.rows else 0.0
-        self.busy_s += took_s
-        self.forwards, self.sequences = self.forwards + 1, self.sequences + forward.sequences
         self._loop.call_later(took_s, self._end, forward, took_s)
 
     def _end(self, forward: Forward, took_s: float) -> None:

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from benchmarks.inprocess import InProcessCluster, running
+from benchmarks.joined import Output
 from benchmarks.simulation.clock import run
-from benchmarks.simulation.cluster import Result, SimulatedCluster
+from benchmarks.simulation.cluster import SimulatedCluster
 from benchmarks.simulation.profile import ModelProfile, make_profile
 from benchmarks.simulation.traffic import Request, streams
 from kvstate.protocol import Sampling, Speculation
@@ -61,13 +62,13 @@ async def test_fused_text_is_the_targets_with_accepted_and_rejected_drafts(
             assert 0 < output.metrics.accepted_draft_tokens < output.metrics.draft_tokens
 
 
-def simulated(speculation: Speculation, **settings: int) -> list[Result]:
+def simulated(speculation: Speculation, **settings: int) -> list[Output]:
     """The same drafters of 3 ms and a target of 40 ms, in times that no machine disturbs."""
     specs = [EmulateSpec(3.0, agreement, errors="own", confidence_spread=0.2) for agreement in (0.8, 0.7, 0.5)]
     models = [ModelProfile(name, spec, 1) for name, spec in zip("abc", specs, strict=True)]
     target = ModelProfile("t", EmulateSpec(40.0, 1.0, errors="own"), 2)
 
-    async def work() -> list[Result]:
+    async def work() -> list[Output]:
         cluster = SimulatedCluster(make_profile((*models, target), **settings))
         found = await streams(cluster, 1, 8, lambda n: Request(PROMPTS[n % 4] + b"%d" % n, 200, speculation))
         await cluster.close()
@@ -76,7 +77,7 @@ def simulated(speculation: Speculation, **settings: int) -> list[Result]:
     return run(work())
 
 
-def mean_length(found: Sequence[Result]) -> float:
+def mean_length(found: Sequence[Output]) -> float:
     return sum(result.mean_length for result in found) / len(found)
 
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.joined import Output
 from benchmarks.oracle import Level, ms_per_token
 from benchmarks.simulation.clock import Deadlock, run
-from benchmarks.simulation.cluster import Result, SimulatedCluster
+from benchmarks.simulation.cluster import SimulatedCluster
 from benchmarks.simulation.links import Link, LinkSpec
 from benchmarks.simulation.profile import ModelProfile, Profile, make_profile, read_profile
 from benchmarks.simulation.traffic import Request, arrivals, streams
@@ -33,7 +34,7 @@ def request(number: int, speculation: Speculation, tokens: int = 200) -> Request
     return Request(f"text {number}".encode(), tokens, speculation)
 
 
-async def results(of: Profile, speculation: Speculation, count: int) -> list[Result]:
+async def results(of: Profile, speculation: Speculation, count: int) -> list[Output]:
     cluster = SimulatedCluster(of)
     found = await streams(cluster, 1, count, lambda n: request(n, speculation))
     await cluster.close()
@@ -103,7 +104,7 @@ def test_fixed_chains_take_the_time_that_the_oracle_says(
 def test_two_runs_are_the_same_and_the_text_is_the_targets() -> None:
     of = profile((0.6, 0.8, 1.0), (1.0, 5.0, 30.0))
 
-    async def work() -> list[Result]:
+    async def work() -> list[Output]:
         cluster = SimulatedCluster(of)
         found = await streams(cluster, 4, 3, lambda n: request(n, Speculation(), 64))
         found += await streams(cluster, 4, 3, lambda n: request(n, OFF, 64))
@@ -116,7 +117,7 @@ def test_two_runs_are_the_same_and_the_text_is_the_targets() -> None:
 
 
 def test_arrivals_come_at_their_rates() -> None:
-    async def work() -> list[Result]:
+    async def work() -> list[Output]:
         cluster = SimulatedCluster(profile((1.0,), (5.0,)))
         found = await arrivals(cluster, [(20.0, 10.0), (2.0, 10.0)], lambda n: request(n, OFF, 4), seed=3)
         await cluster.close()
