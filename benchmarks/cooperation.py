@@ -27,13 +27,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--streams", type=int, nargs="+", default=[1], help="concurrencies of the ladder")
+    parser.add_argument("--seeds", type=int, default=3, help="of the testbed")
     arguments = parser.parse_args()
     report = Report()
     print(f"machine: {len(os.sched_getaffinity(0))} CPUs, load {os.getloadavg()[0]:.1f}")
     if "ablation" in arguments.parts:
         ablation(report)
     if "testbed" in arguments.parts:
-        testbed(report)
+        testbed(report, arguments.seeds)
     if "ladder" in arguments.parts:
         for concurrency in arguments.streams:
             asyncio.run(ladder(report, concurrency))

@@ -22,11 +22,11 @@ from benchmarks.simulation.cluster import SimulatedCluster
 from benchmarks.simulation.profile import read_profile
 from benchmarks.simulation.traffic import Request, arrivals, streams
 from kvstate.protocol import Speculation
+from router.settings import RouterSettings
 
 PROFILE = Path("benchmarks/simulation/profiles/cosine.yaml")
 DOMAINS = ("piqa", "medqa", "fiqa", "oasst")
 TOKENS, PROMPT_WORDS = 64, 24
-SEEDS = (1, 2, 3)
 STREAMS = {"low": 2, "high": 32}
 RATES = ((2.0, 6.0), (12.0, 4.0), (2.0, 6.0), (12.0, 4.0))
 WARM_UP, PER_STREAM = 64, {"low": 40, "high": 4}
@@ -57,7 +57,7 @@ POLICIES = {
     "one static drafter": Policy(ALONE, FAST[:1]),
     "tree of all drafters, no routing": Policy({**FULL, "draft_ahead": False}, ("|".join(EVERY),)),
     "pipeline, no routing": Policy({**ALONE, "draft_ahead": True}, FAST),
-    OURS: Policy({**FULL, "cooperate": len(EVERY)}),
+    OURS: Policy({**FULL, "cooperate": RouterSettings(("verifier",)).cooperate}),
 }
 
 
@@ -69,15 +69,15 @@ class Figures:
     throughput: float
 
 
-def testbed(report: Report) -> None:
-    loads = (*STREAMS, "fluctuating")
-    runs = list(product(POLICIES, loads, SEEDS))
+def testbed(report: Report, num_seeds: int) -> None:
+    loads, seeds = (*STREAMS, "fluctuating"), range(1, num_seeds + 1)
+    runs = list(product(POLICIES, loads, seeds))
     with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         figures = dict(zip(runs, pool.map(figures_of, *zip(*runs, strict=True)), strict=True))
     latency_gains, throughput_gains = [], []
     for load in loads:
-        latency = {name: [figures[name, load, seed].latency_s for seed in SEEDS] for name in POLICIES}
-        throughput = {name: [figures[name, load, seed].throughput for seed in SEEDS] for name in POLICIES}
+        latency = {name: [figures[name, load, seed].latency_s for seed in seeds] for name in POLICIES}
+        throughput = {name: [figures[name, load, seed].throughput for seed in seeds] for name in POLICIES}
         for name in POLICIES:
             figure = f"{_spread(latency[name], 2)} s, {_spread(throughput[name], 0)} tokens/s"
             report.add(f"testbed {load}: {name}", figure)

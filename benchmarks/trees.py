@@ -16,7 +16,7 @@ from benchmarks.engine import BLOCK_TOKENS, median_ms
 from kvstate.protocol import Sampling
 from models.backend import Slice
 from models.transformers_backend import TransformersBackend
-from models.trees import Tree, lay_out
+from models.trees import Known, Tree, lay_out
 from models.weights import prepare
 
 NUM_NODES = (8, 16)
@@ -42,7 +42,7 @@ def check_tree(backend: TransformersBackend, tree: Tree, context: int) -> None:
         return [next(spare) for _ in range(count)]
 
     known = list(range(100, 101 + context))
-    layout = lay_out(tree, known, len(known), Sampling(), table, BLOCK_TOKENS, take)
+    layout = lay_out(tree, Known(known, len(known), Sampling(), table), BLOCK_TOKENS, take)
     backend.move(layout.moves)
     layout.samples(backend.forward(layout.slices))
     backend.move(layout.compaction(tree.ancestors(len(tree.tokens) - 1)))

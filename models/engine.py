@@ -36,7 +36,7 @@ from kvstate.sequence import InvariantError, Ready, SequenceState, Stale, accept
 from models.backend import Backend, Slice
 from models.gathering import Gathering
 from models.tasks import Task, continue_draft, finish, finish_tree, is_overtaken, start_task
-from models.trees import Tree, lay_out
+from models.trees import Known, Tree, lay_out
 
 log = logging.getLogger(__name__)
 
@@ -411,8 +411,8 @@ class Engine:
                 return None
             return self._blocks.blocks(scratch)[num_before:]
 
-        known, table = (state.tokens, state.prompt_len, state.sampling), self._blocks.blocks(state.seq)
-        task.layout = lay_out(tree, *known, table, self._blocks.block_tokens, take_blocks, step.logprobs, step.num_top)
+        known = Known(state.tokens, state.prompt_len, state.sampling, self._blocks.blocks(state.seq))
+        task.layout = lay_out(tree, known, self._blocks.block_tokens, take_blocks, step.logprobs, step.num_top)
         return task.layout.slices
 
     def _slice(self, task: Task, end: int) -> Slice:

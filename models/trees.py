@@ -76,6 +76,18 @@ class Tree:
         return path
 
 
+@dataclass(frozen=True, slots=True)
+class Known:
+    """The sequence before a tree: `tokens`, of which all but the last have KV in the blocks of `table`, which has room
+    for as many positions more as the tree is deep.
+    """
+
+    tokens: Sequence[int]
+    prompt_len: int
+    sampling: Sampling
+    table: Sequence[int]
+
+
 @dataclass(slots=True)
 class Layout:
     """One check of a tree: `slices[0]` has the row of the last known token and the first branch, one further slice each
@@ -128,20 +140,10 @@ class Layout:
 
 
 def lay_out(
-    tree: Tree,
-    known: Sequence[int],
-    prompt_len: int,
-    sampling: Sampling,
-    table: Sequence[int],
-    block_tokens: int,
-    take_blocks: TakeBlocks,
-    num_logprobs: int = -1,
-    num_top: int = 0,
+    tree: Tree, known: Known, block_tokens: int, take_blocks: TakeBlocks, num_logprobs: int = -1, num_top: int = 0
 ) -> Layout:
-    """The forward that checks `tree` after the `known` tokens, of which all but the last have KV in `table`; that has
-    room for as many positions as the tree is deep. Branches for which there are no blocks are left out.
-    """
-    layout = Layout(tree, len(known), block_tokens, [], [list(table)], [], [])
+    """The forward that checks `tree`. Branches for which there are no blocks are left out."""
+    layout = Layout(tree, len(known.tokens), block_tokens, [], [list(known.table)], [], [])
     also: dict[int, list[tuple[int, int]]] = {}  # by node, −1 for the last known token: (block, offset)
     for branch in tree.branches():
         if layout.branches and not _add_table(layout, branch, take_blocks, also):
@@ -150,14 +152,14 @@ def lay_out(
     for branch, own_table in zip(layout.branches, layout.tables, strict=True):
         is_first = not layout.slices
         nodes = (-1, *branch.nodes) if is_first else branch.nodes
-        tokens = [*known, *(tree.tokens[node] for node in (*tree.ancestors(branch.parent), *branch.nodes))]
+        tokens = [*known.tokens, *(tree.tokens[node] for node in (*tree.ancestors(branch.parent), *branch.nodes))]
         start, end = len(tokens) - len(nodes), len(tokens)
         logprobs = LogprobSink(num_logprobs) if num_logprobs >= 0 else None
         tops = TopSink(num_top) if num_top > 0 else None
         places = tuple((start + j, *place) for j, node in enumerate(nodes) for place in also.get(node, ()))
         layout.slices.append(
             Slice(
-                tokens, start, end, start, prompt_len, own_table, sampling, logprobs,
+                tokens, start, end, start, known.prompt_len, own_table, known.sampling, logprobs,
                 tops=tops, also=places, is_branch=not is_first,
             )
         )  # fmt: skip

@@ -7,6 +7,7 @@ much more or less often it was than that, in log-odds, which fades as `OwnRates`
 from dataclasses import dataclass, field
 
 from router.acceptance import FadingCount, log_odds, shift_rate
+from router.own_rates import Seen
 
 NUM_BINS = 12
 _STATED_POSITIONS = 24.0
@@ -37,34 +38,21 @@ class Calibration:
 
 
 @dataclass(slots=True)
-class _Recent:
-    positions: float = 0.0
-    right: float = 0.0
-    expected: float = 0.0
-
-
-@dataclass(slots=True)
 class Trusting:
     """Of one request; `calibrations` of all drafters, by name, are shared by all requests."""
 
     calibrations: dict[str, Calibration]
-    _recent: dict[str, _Recent] = field(default_factory=dict)
+    _seen: dict[str, Seen] = field(default_factory=dict)
 
     def trust(self, drafter: str, stated: float) -> float:
         """The probability that the drafter's sample is the checker's."""
-        calibration = self.calibrations.get(drafter)
+        calibration, seen = self.calibrations.get(drafter), self._seen.get(drafter)
         believed = stated if calibration is None else calibration.of(stated)
-        recent = self._recent.get(drafter)
-        if recent is None:
-            return believed
-        expected = recent.expected / recent.positions
-        own = (recent.right + expected * _AS_OTHERS_POSITIONS) / (recent.positions + _AS_OTHERS_POSITIONS)
-        return shift_rate(believed, log_odds(own) - log_odds(expected))
+        return believed if seen is None else shift_rate(believed, seen.shift())
 
     def observe(self, drafter: str, stated: float, is_right: bool) -> None:
         calibration = self.calibrations.setdefault(drafter, Calibration())
-        recent = self._recent.setdefault(drafter, _Recent())
-        recent.positions = _FADE * recent.positions + 1.0
-        recent.right = _FADE * recent.right + is_right
-        recent.expected = _FADE * recent.expected + calibration.of(stated)
+        seen = self._seen.setdefault(drafter, Seen(_AS_OTHERS_POSITIONS))
+        seen.fade(_FADE)
+        seen.add(1.0, is_right, calibration.of(stated))
         calibration.observe(stated, is_right)

@@ -30,7 +30,7 @@ _TELLING = 3.0
 
 
 @dataclass(slots=True)
-class _Seen:
+class Seen:
     """Positions examined and accepted in all; `lately`, fading: those, and how many the table expected to be accepted.
 
     `prior_positions` as in `PairEstimate`.
@@ -45,6 +45,9 @@ class _Seen:
         self.positions += positions
         self.accepted += accepted
         self.lately = [old + new for old, new in zip(self.lately, (positions, accepted, expected), strict=True)]
+
+    def fade(self, share: float) -> None:
+        self.lately = [share * count for count in self.lately]
 
     def shift(self) -> float:
         """Log-odds of the own rate over the expected one."""
@@ -66,12 +69,12 @@ class OwnRates:
     words: Words = field(default_factory=lambda: NO_WORDS)
     shifts: Shifts = ()
     probed_len: dict[str, int] = field(default_factory=dict)
-    _seen: dict[Pair, _Seen] = field(default_factory=dict)
+    _seen: dict[Pair, Seen] = field(default_factory=dict)
 
     def observe(self, pair: Pair, num_accepted: int, expected: Sequence[float], prior_positions: float) -> None:
         """`expected[j]`: the table's rate at position j, for all that were checked (or asked for, of one draft)."""
         examined = expected[: num_accepted + 1]
-        seen = self._seen.setdefault(pair, _Seen())
+        seen = self._seen.setdefault(pair, Seen())
         seen.prior_positions = prior_positions
         seen.add(len(examined), num_accepted, sum(examined))
 
@@ -90,7 +93,7 @@ class OwnRates:
 
     def end_round(self) -> None:
         for seen in self._seen.values():
-            seen.lately = [FADE * count for count in seen.lately]
+            seen.fade(FADE)
         rounded = ((pair, STEP * round(seen.shift() / STEP)) for pair, seen in sorted(self._seen.items()))
         self.shifts = tuple((pair, max(-MOST_SHIFT, min(MOST_SHIFT, shift))) for pair, shift in rounded if shift)
 

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-import torch
 
 from benchmarks.inprocess import InProcessCluster, running
 from benchmarks.joined import Output
@@ -17,10 +16,8 @@ from benchmarks.simulation.cluster import SimulatedCluster
 from benchmarks.simulation.profile import ModelProfile, make_profile
 from benchmarks.simulation.traffic import Request, streams
 from kvstate.protocol import Sampling, Speculation
-from models.backend import Backend, Move, Slice
+from models.backend import Backend
 from models.emulated import EmulatedBackend, EmulateSpec
-from models.processing import Row
-from models.sampling import guesses, sample
 from router.settings import RouterSettings
 
 GREEDY = Sampling()
@@ -171,53 +168,3 @@ async def test_requests_go_to_the_drafters_of_their_subject() -> None:
                 chosen[subject, output.metrics.chain[0]] += 1
     right = sum(chosen[s, name] for name, s in zip("abc", subjects, strict=True))
     assert right >= 0.9 * sum(chosen.values()), chosen
-
-
-class TableBackend:
-    """Eight tokens whose logits are the same after every text, so that all samples are of one distribution."""
-
-    vocabulary = "eight"
-    context_len = 4096
-    block_tokens = 16
-    num_blocks = 8192
-    end_ids: frozenset[int] = frozenset()
-
-    def __init__(self, logits: Sequence[float]) -> None:
-        self.logits = torch.tensor(logits)
-
-    def move(self, moves: Sequence[Move]) -> None:
-        """There is no KV."""
-
-    def forward(self, slices: Sequence[Slice]) -> list[list[int | None]]:
-        made: list[list[int | None]] = []
-        for s in slices:
-            rows = [Row(position + 1, s.sampling, s.tokens, s.prompt_len) for position in range(s.sample_from, s.end)]
-            logits = self.logits.expand(len(rows), -1)
-            samples = sample(logits, rows) if rows else []
-            made.append([*samples])
-            if s.guesses is not None:
-                s.guesses.rows.extend(guesses(logits, rows, samples, s.guesses.num_guesses))
-        return made
-
-
-LOGITS = {
-    "a": [0.0, 0.5, 1.0, -1.0, 0.2, 0.3, -0.4, 1.2],
-    "b": [0.6, 0.1, 0.9, -0.7, 0.0, 0.6, -0.2, 0.8],
-    "c": [0.9, -0.3, 0.4, 0.2, 0.1, 1.1, 0.1, 0.3],
-    "t": [1.0, -0.2, 0.8, -0.5, 0.1, 0.9, 0.0, 0.5],
-}
-
-
-@pytest.mark.parametrize("speculation", [TOGETHER, PLANNED], ids=["fusion", "fusion and a tree"])
-async def test_case_11_committed_tokens_follow_the_target(speculation: Speculation) -> None:
-    num_tokens, seeds = 400, range(8)
-    async with running({name: TableBackend(logits) for name, logits in LOGITS.items()}, SETTINGS) as cluster:
-        outputs = await asyncio.gather(
-            *(cluster.generate([1, 2], Sampling(1.0, seed=seed), num_tokens, (), speculation) for seed in seeds)
-        )
-    counts = Counter(token for output in outputs for token in output.tokens)
-    metrics = [output.metrics for output in outputs if output.metrics is not None]
-    assert 0 < sum(m.accepted_draft_tokens for m in metrics) < sum(m.draft_tokens for m in metrics)
-    expected = torch.softmax(torch.tensor(LOGITS["t"], dtype=torch.float64), dim=0) * num_tokens * len(seeds)
-    observed = torch.tensor([counts[token] for token in range(8)], dtype=torch.float64)
-    assert float(((observed - expected) ** 2 / expected).sum()) < 24.32  # exceeded once in a thousand

@@ -1,4 +1,4 @@
-"""Case 11: what is committed follows the target's distribution, however many levels drafted and checked it."""
+"""Case 11: what is committed follows the target's distribution, whoever drafted and checked it."""
 
 import asyncio
 from collections import Counter
@@ -11,7 +11,8 @@ from benchmarks.inprocess import running
 from kvstate.protocol import Sampling, Speculation
 from models.backend import Move, Slice
 from models.processing import Row
-from models.sampling import sample
+from models.sampling import guesses, sample
+from router.settings import RouterSettings
 
 NUM_TOKENS = 1000
 CRITICAL = {7: 24.32, 3: 16.27}
@@ -19,6 +20,7 @@ CRITICAL = {7: 24.32, 3: 16.27}
 LOGITS = {
     "a": [0.0, 0.5, 1.0, -1.0, 0.2, 0.3, -0.4, 1.2],
     "b": [0.6, 0.1, 0.9, -0.7, 0.0, 0.6, -0.2, 0.8],
+    "c": [0.9, -0.3, 0.4, 0.2, 0.1, 1.1, 0.1, 0.3],
     "t": [1.0, -0.2, 0.8, -0.5, 0.1, 0.9, 0.0, 0.5],
 }
 
@@ -42,24 +44,26 @@ class TableBackend:
         made: list[list[int | None]] = []
         for s in slices:
             rows = [Row(position + 1, s.sampling, s.tokens, s.prompt_len) for position in range(s.sample_from, s.end)]
-            made.append([*sample(self.logits.expand(len(rows), -1), rows)] if rows else [])
+            logits = self.logits.expand(len(rows), -1)
+            samples = sample(logits, rows) if rows else []
+            made.append([*samples])
+            if s.guesses is not None:
+                s.guesses.rows.extend(guesses(logits, rows, samples, s.guesses.num_guesses))
         return made
 
 
-@pytest.mark.parametrize(("top_k", "freedom", "sequences"), [(0, 7, 10), (4, 3, 5)])
-async def test_case_11_committed_tokens_follow_the_target_through_three_levels(
-    top_k: int, freedom: int, sequences: int
+async def assert_targets_distribution(
+    settings: RouterSettings, speculation: Speculation, top_k: int, num_tokens: int, sequences: int
 ) -> None:
-    speculation = Speculation("fixed", ("a", "b", "t"), (1, 1))
-    async with running({name: TableBackend(logits) for name, logits in LOGITS.items()}) as cluster:
+    async with running({name: TableBackend(LOGITS[name]) for name in settings.models}, settings) as cluster:
         outputs = await asyncio.gather(
             *(
-                cluster.generate([1, 2], Sampling(1.0, top_k, seed=seed), NUM_TOKENS, (), speculation)
+                cluster.generate([1, 2], Sampling(1.0, top_k, seed=seed), num_tokens, (), speculation)
                 for seed in range(sequences)
             )
         )
     counts = Counter(token for output in outputs for token in output.tokens)
-    assert sum(counts.values()) == sequences * NUM_TOKENS
+    assert sum(counts.values()) == sequences * num_tokens
     metrics = [output.metrics for output in outputs if output.metrics is not None]
     assert 0 < sum(m.accepted_draft_tokens for m in metrics) < sum(m.draft_tokens for m in metrics)
     logits = torch.tensor(LOGITS["t"], dtype=torch.float64)
@@ -67,4 +71,18 @@ async def test_case_11_committed_tokens_follow_the_target_through_three_levels(
     expected = torch.softmax(logits[allowed], dim=0) * sum(counts.values())
     assert set(counts) == set(allowed.tolist())
     observed = torch.tensor([counts[token] for token in allowed.tolist()], dtype=torch.float64)
-    assert float(((observed - expected) ** 2 / expected).sum()) < CRITICAL[freedom]
+    assert float(((observed - expected) ** 2 / expected).sum()) < CRITICAL[len(allowed) - 1]
+
+
+@pytest.mark.parametrize(("top_k", "sequences"), [(0, 10), (4, 5)])
+async def test_case_11_committed_tokens_follow_the_target_through_three_levels(top_k: int, sequences: int) -> None:
+    chain = ("a", "b", "t")
+    speculation = Speculation("fixed", chain, (1, 1))
+    await assert_targets_distribution(RouterSettings(chain), speculation, top_k, NUM_TOKENS, sequences)
+
+
+@pytest.mark.parametrize("windows", [(5,), ()], ids=["fusion", "fusion and a tree"])
+async def test_case_11_committed_tokens_follow_the_target_through_fusion(windows: tuple[int, ...]) -> None:
+    """Where windows are planned, drafts are trees."""
+    settings = RouterSettings(("a", "b", "c", "t"), levels=(1, 1, 1, 2))
+    await assert_targets_distribution(settings, Speculation("fixed", ("a|b|c", "t"), windows), 0, 400, 8)

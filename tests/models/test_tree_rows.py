@@ -18,8 +18,9 @@ from kvstate.protocol import Sampling
 from models.backend import Slice
 from models.kv_cache import KVCache, Pack
 from models.transformers_backend import TransformersBackend
-from models.trees import Layout, Tree, lay_out
+from models.trees import Known, Layout, Tree, lay_out
 from tests.models.test_transformers_backend import FAMILIES, save
+from tests.models.test_trees import load
 
 SIZE = 16
 PENALIZED = Sampling(
@@ -41,9 +42,7 @@ KINDS = [
 def backend(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TransformersBackend:
     family, dtype, quantization = request.param
     folder: Path = save(tmp_path_factory.mktemp(family), FAMILIES[family]())
-    return TransformersBackend(
-        folder, dtype=dtype, device="cpu", num_blocks=lambda: 128, block_tokens=SIZE, quantization=quantization
-    )
+    return load(folder, dtype, quantization)
 
 
 @st.composite
@@ -115,7 +114,7 @@ def laid_out(room: Room, tree: Tree, known: Sequence[int], sampling: Sampling) -
     table, last = room.take(6), len(known) - 1
     if last > 0:
         room.compute(Slice(known, 0, last, 0, len(known), table, sampling))
-    layout = lay_out(tree, known, len(known), sampling, table, SIZE, room.take)
+    layout = lay_out(tree, Known(known, len(known), sampling, table), SIZE, room.take)
     room.backend.move(layout.moves)
     return layout
 
