@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import psutil
 import ray
 from ray import serve
 from ray.exceptions import AuthenticationError
@@ -35,6 +36,7 @@ T = TypeVar("T")
 
 _REACH_S = 5.0
 _JOIN_S = 60.0
+_START_ATTEMPTS = 3
 _START_S = 120.0
 _STOP_S = 60.0
 _OWN_RAY = {"RAY_worker_niceness": "0", "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5"}
@@ -104,16 +106,35 @@ def _start() -> None:
     """Quiet, and without dashboard: jobs are submitted to clusters that are there already.
 
     In the calling thread, unlike all other steps: the kernel ends Ray's processes with the thread that started them.
-    Ray waits for each of its processes with a limit of its own.
+    Ray waits for each of its processes with a limit of its own, half a minute, which a busy machine or a process that
+    failed to come up can exceed; what it had started by then is ended and the start tried again.
     """
-    ray.init(
-        address="local",
-        num_cpus=available_cpus(),
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        namespace="specrelay",
-    )
+    for attempt in range(1, _START_ATTEMPTS + 1):
+        before = set(psutil.Process().children(recursive=True))
+        try:
+            ray.init(
+                address="local",
+                num_cpus=available_cpus(),
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                namespace="specrelay",
+            )
+            return
+        except Exception as error:
+            _end(set(psutil.Process().children(recursive=True)) - before)
+            if attempt == _START_ATTEMPTS:
+                cause = next(iter(str(error).splitlines()), type(error).__name__)
+                fix = "its logs are in the folder session_latest of Ray's temporary folder (/tmp/ray)"
+                raise PreflightError(f"Ray did not start in {attempt} attempts ({cause}): {fix}") from error
+            logger.warning("Ray did not start (%s): attempt %d of %d", error, attempt + 1, _START_ATTEMPTS)
+
+
+def _end(processes: set[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=_STOP_S)
 
 
 def _join(root: Path) -> None:

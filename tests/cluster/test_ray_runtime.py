@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import ray
 
 from cluster.config_errors import PreflightError
 from cluster.preflight import available_cpus
-from cluster.ray_runtime import RayTimeoutError, _within, joins_cluster, ray_runtime
+from cluster.ray_runtime import RayTimeoutError, _start, _within, joins_cluster, ray_runtime
 
 ROOT = Path(__file__).parents[2]
 
@@ -107,6 +108,28 @@ def test_a_step_without_end_is_a_timeout_and_errors_come_through() -> None:
         _within(1.0, "dividing", lambda: 1 / 0)
     with pytest.raises(TimeoutError, match="own"):
         _within(1.0, "failing", _raise_timeout)
+
+
+def test_a_ray_that_does_not_start_is_ended_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray raises Exception itself when its raylet is late, and leaves the processes it started."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def late(**given: object) -> None:
+        started.append(subprocess.Popen(["sleep", "600"]))
+        raise Exception("The current node timed out during startup.\nMore.")  # noqa: TRY002 - as Ray does
+
+    monkeypatch.setattr(ray, "init", late)
+    with pytest.raises(PreflightError, match=r"3 attempts \(The current node timed out during startup\.\): its logs"):
+        _start()
+    assert [process.poll() is not None for process in started] == [True] * 3
+
+    def third_time(**given: object) -> None:
+        if len(started) < 5:
+            late()
+
+    monkeypatch.setattr(ray, "init", third_time)
+    _start()
+    assert [process.poll() is not None for process in started] == [True] * 5
 
 
 def _raise_timeout() -> None:
