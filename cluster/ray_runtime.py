@@ -112,15 +112,7 @@ def _start() -> None:
     for attempt in range(1, _START_ATTEMPTS + 1):
         before = set(psutil.Process().children(recursive=True))
         try:
-            ray.init(
-                address="local",
-                num_cpus=available_cpus(),
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                namespace="specrelay",
-            )
-            return
+            _init()
         except Exception as error:
             _end(set(psutil.Process().children(recursive=True)) - before)
             if attempt == _START_ATTEMPTS:
@@ -128,6 +120,19 @@ def _start() -> None:
                 fix = "its logs are in the folder session_latest of Ray's temporary folder (/tmp/ray)"
                 raise PreflightError(f"Ray did not start in {attempt} attempts ({cause}): {fix}") from error
             logger.warning("Ray did not start (%s): attempt %d of %d", error, attempt + 1, _START_ATTEMPTS)
+        else:
+            return
+
+
+def _init() -> None:
+    ray.init(
+        address="local",
+        num_cpus=available_cpus(),
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        namespace="specrelay",
+    )
 
 
 def _end(processes: set[psutil.Process]) -> None:
