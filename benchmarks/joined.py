@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
+from benchmarks.stopwatch import Stopwatch
 from kvstate.coordinator import CoordinatorCore, FromReplica, FromRouter, Outgoing
 from kvstate.protocol import (
     CancelRequest,
@@ -68,7 +69,10 @@ class Output:
 
 
 class JoinedCores(ABC):
-    """`now`: seconds. `engines` by replica id. Implements the router's `Outbound`."""
+    """`now`: seconds. `engines` by replica id. `others`: processor time of this thread that is not the router's.
+
+    Implements the router's `Outbound`.
+    """
 
     def __init__(
         self,
@@ -81,6 +85,7 @@ class JoinedCores(ABC):
         self._ids = itertools.count()
         self._inboxes: dict[str, asyncio.Queue[Delivered | Failed]] = {}
         self.engines: dict[str, Engine] = {}
+        self.others = Stopwatch()
         self.coordinator = CoordinatorCore(tuple(models))
         self.router = RouterCore(settings, self, generation=1, clock=now, work_clock=work_clock)
 
@@ -154,7 +159,9 @@ class JoinedCores(ABC):
             await asyncio.sleep(every_s)
             for replica_id, engine in list(self.engines.items()):
                 self._from_replica(replica_id, engine.report())
-            self._route(self.coordinator.tick(self._now()))
+            with self.others:
+                messages = self.coordinator.tick(self._now())
+            self._route(messages)
 
     # ------------------------------------------------------------------------------------------------------ Outbound
 
@@ -163,7 +170,9 @@ class JoinedCores(ABC):
 
     def to_coordinator(self, message: Message) -> bool:
         assert isinstance(message, FromRouter)
-        self._route(self.coordinator.on_router("router", message, self._now()))
+        with self.others:
+            messages = self.coordinator.on_router("router", message, self._now())
+        self._route(messages)
         return True
 
     def to_ingress(self, ingress_id: str, message: Message) -> bool:
@@ -184,7 +193,9 @@ class JoinedCores(ABC):
 
     def _from_replica(self, replica_id: str, message: Message) -> None:
         assert isinstance(message, FromReplica)
-        self._route(self.coordinator.on_replica(replica_id, message, self._now()))
+        with self.others:
+            messages = self.coordinator.on_replica(replica_id, message, self._now())
+        self._route(messages)
 
     def _route(self, messages: Sequence[Outgoing]) -> None:
         for outgoing in messages:

@@ -20,7 +20,8 @@ from typing import Any
 import uvloop
 
 from benchmarks.report import Report
-from benchmarks.stub_peers import MODELS, Stopwatch, StubCoordinator, StubIngress, make_replicas
+from benchmarks.stopwatch import Stopwatch
+from benchmarks.stub_peers import MODELS, StubCoordinator, StubIngress, make_replicas
 from cluster.config import parse_config
 from cluster.frames import Limits, decode_frame, encode_frames
 from deployments.router import Router, settings_of

@@ -8,13 +8,13 @@ the real transport.
 import asyncio
 import itertools
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import uvloop
 
+from benchmarks.stopwatch import Stopwatch
 from cluster.stream import Stream
 from cluster.transport import Endpoint, dial, serve
 from deployments.streams import Callbacks
@@ -64,20 +64,6 @@ which would show as time of hops and shorten the chains.
 """
 
 MODELS = (StubModel("small", 1.0, 0.75), StubModel("middle", 10.0, 0.95), StubModel("target", 60.0, 1.0))
-
-
-class Stopwatch:
-    """Processor time of this thread inside its `with` blocks, which do not nest."""
-
-    def __init__(self) -> None:
-        self.total_s = 0.0
-        self._entered_s = 0.0
-
-    def __enter__(self) -> None:
-        self._entered_s = time.thread_time()
-
-    def __exit__(self, *_: object) -> None:
-        self.total_s += time.thread_time() - self._entered_s
 
 
 class StubReplica:

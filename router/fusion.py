@@ -8,6 +8,7 @@ taken to err independently. What that overstates where they err alike is learned
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from math import prod
 
@@ -73,7 +74,8 @@ def _posterior(all_guesses: Sequence[Guesses]) -> dict[int, float]:
     return {token: weight / total for token, weight in weights.items()}
 
 
-def independent(rates: Sequence[float]) -> float:
+@lru_cache(maxsize=4096)
+def independent(rates: tuple[float, ...]) -> float:
     """How often the fused token is right where drafters are right with these `rates`, independently of one another, and
     wrong tokens differ: the right ones outweigh the strongest wrong one. Ties count half. Of many drafters, two that
     are right are taken to outweigh any that is wrong.
@@ -111,9 +113,10 @@ class FusionGain:
 
     def observe(self, rates: Sequence[float], num_right: int, num_positions: int) -> None:
         """`rates` of the drafters that took part."""
-        best, fade = max(rates), 0.5 ** (num_positions / HALF_LIFE_POSITIONS)
+        coarse, fade = _coarse(rates), 0.5 ** (num_positions / HALF_LIFE_POSITIONS)
+        best = max(coarse)
         self._gained = self._gained * fade + num_right - best * num_positions
-        self._possible = self._possible * fade + (independent(rates) - best) * num_positions
+        self._possible = self._possible * fade + (independent(coarse) - best) * num_positions
 
     @property
     def share(self) -> float:
@@ -122,5 +125,10 @@ class FusionGain:
 
     def acceptance(self, rates: Sequence[float]) -> float:
         """Of the fused tokens of drafters with these rates."""
-        best = max(rates)
-        return min(0.99, best + self.share * (independent(rates) - best))
+        coarse = _coarse(rates)
+        return min(0.99, max(rates) + self.share * (independent(coarse) - max(coarse)))
+
+
+def _coarse(rates: Sequence[float]) -> tuple[float, ...]:
+    """So that what is computed of them once serves again."""
+    return tuple(sorted(round(rate, 2) for rate in rates))

@@ -9,9 +9,9 @@ alike.
 from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import combinations, pairwise
+from itertools import groupby, product
 
-from router.plan import GROUP, Chain, Plan, Tail, Windows
+from router.plan import GROUP, Chain, Plan, Tail
 from router.prediction import Prediction
 from router.snapshot import TableSnapshot
 
@@ -115,17 +115,19 @@ class Planner:
         plans = (self.best(shape.chain, shape.tail) for shape in self._shapes(models))
         return sorted(plans, key=lambda plan: plan.predicted_ms_per_token)
 
-    def _shapes(self, models: Sequence[str]) -> Iterator[Shape]:
+    def _shapes(self, models: Sequence[str]) -> list[Shape]:
+        """Short chains first; of each level none or one."""
         *lower, target = models
         levels = {name: self._snapshot.models[name].level for name in models}
         cheapest = next((name for name in lower if GROUP not in name), target)
-        for length in range(len(lower) + 1):
-            for subset in combinations(lower, length):
-                chain = (*subset, target)
-                if all(levels[a] < levels[b] for a, b in pairwise(chain)):
-                    yield Shape(chain)
-                    if length and levels[cheapest] < levels[chain[0]]:
-                        yield Shape(chain, cheapest)
+        choices = [(None, *names) for _, names in groupby(lower, key=levels.__getitem__)]
+        chains = [(*(name for name in chosen if name is not None), target) for chosen in product(*choices)]
+        shapes = []
+        for chain in sorted(chains, key=len):
+            shapes.append(Shape(chain))
+            if levels[cheapest] < levels[chain[0]] < levels[target]:
+                shapes.append(Shape(chain, cheapest))
+        return shapes
 
     def _search(self, shape: Shape) -> Plan:
         if len(shape.chain) <= 2 and shape.tail is None:
@@ -137,15 +139,18 @@ class Planner:
         return best
 
     def _exhaustive(self, chain: Chain) -> Plan:
-        windows: list[Windows] = [()] if len(chain) == 1 else [(w,) for w in range(1, self._max_window + 1)]
-        plans = (self._with_prediction(Plan(chain, each, 0.0)) for each in windows)
-        best = min(plans, key=lambda plan: plan.predicted_ms_per_token)
+        if len(chain) == 1:
+            return self._with_prediction(Plan(chain, (), 0.0))
+        even, uneven = (each.by_window(chain, self._max_window) for each in (self._even, self._uneven))
+        in_turn = [e.in_turn_ms if e.keeps_step else u.in_turn_ms for e, u in zip(even, uneven, strict=True)]
+        least_ms = min(in_turn)
+        best = Plan(chain, (in_turn.index(least_ms) + 1,), least_ms)
         if not (self._draft_ahead and self._even.can_go_on(chain)):
             return best
-        plans = (self._with_prediction(Plan(chain, each, 0.0, goes_on=True)) for each in windows)
-        ahead = min(plans, key=lambda plan: plan.predicted_ms_per_token)
-        gains = ahead.predicted_ms_per_token <= (1.0 - LEAST_AHEAD_GAIN) * best.predicted_ms_per_token
-        return ahead if gains else best
+        ahead = [times.ahead_ms for times in uneven]
+        least_ahead_ms = min(ahead)
+        gains = least_ahead_ms <= (1.0 - LEAST_AHEAD_GAIN) * least_ms
+        return Plan(chain, (ahead.index(least_ahead_ms) + 1,), least_ahead_ms, goes_on=True) if gains else best
 
     def _begin(self, shape: Shape) -> Plan:
         chain, tail = shape.chain, None

@@ -47,6 +47,17 @@ class _Draft:
     time_ms: float
 
 
+@dataclass(frozen=True, slots=True)
+class WindowTimes:
+    """Of a chain of two with one window, in ms per token: where drafters wait for the check of their draft, and where
+    they go on meanwhile. `keeps_step`: of the first, as `Prediction.keeps_step`.
+    """
+
+    in_turn_ms: float
+    ahead_ms: float
+    keeps_step: bool
+
+
 class Prediction:
     """Over one snapshot; keeps every production it computed, so make a new one for a new snapshot."""
 
@@ -86,15 +97,18 @@ class Prediction:
         return self._snapshot.num_open == 1 or checker.base_ms <= MOST_BASE * checker.batch_ms(1.0)
 
     def _hidden_ms(self, plan: Plan) -> float:
-        """Of a round's draft, what is made during the check before it: where that accepts everything and its own token
+        chain, window = plan.chain, plan.windows[0]
+        draft = self._whole_draft(chain, window, None)
+        check_ms = self._production(chain, plan.windows, None).time_ms - draft.time_ms
+        guessed = prod(self._snapshot.draft_goes_on(chain[0], chain[1], window + 1))
+        return guessed * self._drafted_meanwhile_ms(chain[0], window, draft.time_ms, check_ms)
+
+    def _drafted_meanwhile_ms(self, drafter: str, window: int, draft_ms: float, check_ms: float) -> float:
+        """Of a round's draft, what is made during the check before it, where that accepts everything and its own token
         is guessed. It is made position by position, each with the way there and back.
         """
-        chain, window = plan.chain, plan.windows[0]
-        draft, turn_ms = self._whole_draft(chain, window, None), self._snapshot.models[chain[0]].call_ms(1.0)
-        check_ms = self._production(chain, plan.windows, None).time_ms - draft.time_ms
-        left_ms = max(0.0, (window + 1) * turn_ms - check_ms)
-        guessed = prod(self._snapshot.draft_goes_on(chain[0], chain[1], window + 1))
-        return guessed * max(0.0, draft.time_ms - left_ms)
+        left_ms = max(0.0, (window + 1) * self._snapshot.models[drafter].call_ms(1.0) - check_ms)
+        return max(0.0, draft_ms - left_ms)
 
     def busy_ms(self, plan: Plan) -> float:
         """Of a replica's time, what a committed token takes of the model that it takes most of: where many requests
@@ -119,6 +133,30 @@ class Prediction:
         loads = [self._share_ms(name, number, 1.0) for name, number in steps.items()]
         most = max(most, calls * max(*loads, self._share_ms(chain[1], 1.0, num_drafted + 1.0)))
         return most / self._production(chain, plan.windows, plan.tail).mean_tokens
+
+    def by_window(self, chain: Chain, max_window: int) -> list[WindowTimes]:
+        """For every window 1 … `max_window` of a chain of two, in one pass over the positions of the longest draft."""
+        drafter, checker = (self._snapshot.models[name] for name in chain)
+        cost = self._check_cost(chain)
+        goes_on = self._snapshot.draft_goes_on(chain[0], chain[1], max_window + 1)
+        continues = map(max, self._snapshot.draft_continues(chain[0], max_window), goes_on)
+        join_ms = self._join_ms(Plan(chain, (1,), 0.0))
+        times = []
+        accepted, reached, draft_ms = 1.0, 1.0, drafter.call_ms(1.0)
+        num_drafted, ended, num_tokens = 0.0, 0.0, 1.0
+        for window, (more_accepted, more_drafted) in enumerate(zip(goes_on, continues, strict=False), 1):
+            if window > 1:
+                draft_ms += reached * drafter.batch_ms(1.0)
+            ended += accepted * min(1.0 - more_drafted, 1.0 - more_accepted)
+            accepted, reached = accepted * more_accepted, reached * more_drafted
+            num_drafted, num_tokens = num_drafted + reached, num_tokens + accepted
+            check_ms = cost.of(num_drafted, ended + accepted)
+            meanwhile_ms = self._drafted_meanwhile_ms(chain[0], window, draft_ms, check_ms)
+            time_ms, hidden_ms = draft_ms + check_ms, accepted * goes_on[window] * meanwhile_ms
+            keeps_step = draft_ms + checker.hop_ms < checker.base_ms
+            in_turn, ahead = time_ms / num_tokens + join_ms, (time_ms - hidden_ms) / num_tokens + join_ms
+            times.append(WindowTimes(in_turn, ahead, keeps_step))
+        return times
 
     def by_last_window(self, plan: Plan, max_window: int) -> list[float]:
         """Time per token for every value 1 … `max_window` of the last window of a chain of three or more: only means

@@ -28,7 +28,7 @@ class SimulatedCluster(JoinedCores):
         for rank, model in enumerate(profile.models):
             for number in range(model.replicas):
                 name = model.name if model.replicas == 1 else f"{model.name}#{number}"
-                replica = SimulatedReplica(model.name, rank, model.spec, partial(self._reply, name))
+                replica = SimulatedReplica(model.name, rank, model.spec, partial(self._reply, name), self.others)
                 self._to_replica[name], self._from[name] = Link(model.link), Link(model.link)
                 self._replicas[name], self.engines[name] = replica, replica.engine
                 self._register(name, model.name, replica.backend, replica.profile)
@@ -39,7 +39,8 @@ class SimulatedCluster(JoinedCores):
         await self.router.close()
 
     def _submit(self, sender: str, replica_id: str, message: Message) -> bool:
-        self._to_replica[replica_id].send(message, partial(self._replicas[replica_id].submit, sender))
+        with self.others:
+            self._to_replica[replica_id].send(message, partial(self._replicas[replica_id].submit, sender))
         return True
 
     def _reply(self, name: str, receiver: str, message: Message) -> None:

@@ -176,6 +176,26 @@ def test_a_search_that_begins_at_former_windows_finds_as_good_ones() -> None:
         assert warm.predicted_ms_per_token == pytest.approx(cold.predicted_ms_per_token, rel=0.005)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_times_of_all_windows_at_once_are_those_of_each(seed: int) -> None:
+    rng = random.Random(seed)
+    costs = {
+        name: ModelCost(
+            name, level, rng.uniform(1.0, 40.0), rng.random(), rng.random(), rng.random(), queue_batches=rng.random(),
+            sharing=rng.uniform(1.0, 8.0), draft_continues=(0.9, 0.8, 1.0) if seed % 2 else (), join_ms=rng.random(),
+        )
+        for level, name in enumerate(("small", "target"), 1)
+    }  # fmt: skip
+    goes_on = (0.8, 0.85, 0.7) if seed % 3 else ()
+    pairs = {("small", "target"): PairEstimate("small", "target", 0.7, 0.3, 10, goes_on)}
+    prediction = Prediction(TableSnapshot(costs, pairs))
+    for window, times in enumerate(prediction.by_window(("small", "target"), 12), 1):
+        plan = Plan(("small", "target"), (window,), 0.0)
+        assert times.in_turn_ms == pytest.approx(prediction.ms_per_token(plan))
+        assert times.ahead_ms == pytest.approx(prediction.ms_per_token(replace(plan, goes_on=True)))
+        assert times.keeps_step == prediction.keeps_step(plan)
+
+
 def test_windows_search_reaches_the_exhaustive_optimum() -> None:
     snapshot = snapshot_of([Level(2.0, 0.55), Level(8.0, 0.72), Level(45.0, 1.0)])
     best = Planner(snapshot, 8).best(NAMES[:3])
