@@ -28,6 +28,7 @@ from kvstate.protocol import (
 )
 from models.backend import Backend
 from models.engine import Engine
+from router.driver import RoundDriver
 from router.service import RouterCore
 from router.settings import RouterSettings
 
@@ -80,6 +81,7 @@ class JoinedCores(ABC):
         settings: RouterSettings,
         now: Callable[[], float],
         work_clock: Callable[[], float],
+        driver: type[RoundDriver] = RoundDriver,
     ) -> None:
         self._now = now
         self._ids = itertools.count()
@@ -87,7 +89,7 @@ class JoinedCores(ABC):
         self.engines: dict[str, Engine] = {}
         self.others = Stopwatch()
         self.coordinator = CoordinatorCore(tuple(models))
-        self.router = RouterCore(settings, self, generation=1, clock=now, work_clock=work_clock)
+        self.router = RouterCore(settings, self, generation=1, clock=now, work_clock=work_clock, driver=driver)
 
     @abstractmethod
     def _submit(self, sender: str, replica_id: str, message: Message) -> bool:

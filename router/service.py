@@ -100,7 +100,7 @@ class _Waiting:
 
 class RouterCore:
     """All requests of one app. `generation` keeps its sequence ids apart from those of earlier routers, `learned` is
-    what they knew.
+    what they knew; `driver` drives the rounds of each request.
     """
 
     def __init__(
@@ -112,8 +112,10 @@ class RouterCore:
         clock: Callable[[], float] = time.monotonic,
         work_clock: Callable[[], float] = time.perf_counter,
         learned: Learned = NOTHING,
+        driver: type[RoundDriver] = RoundDriver,
     ) -> None:
         self._settings = settings
+        self._driver = driver
         self._outbound = outbound
         self._generation = generation
         self._clock = clock
@@ -335,7 +337,7 @@ class RouterCore:
     async def _generate(self, request: Request, sequence: RunningSequence) -> None:
         limits = Limits(request.message.max_tokens, frozenset(request.message.stop_ids))
         observer = self.planning.observer(request.own)
-        driver = RoundDriver(
+        driver = self._driver(
             sequence,
             limits,
             self._calls,

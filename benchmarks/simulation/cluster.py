@@ -11,6 +11,7 @@ from benchmarks.simulation.links import Link
 from benchmarks.simulation.profile import Profile
 from benchmarks.simulation.replica import SimulatedReplica
 from kvstate.protocol import Message
+from router.driver import RoundDriver
 
 REPORT_S = 1.0
 
@@ -18,9 +19,9 @@ REPORT_S = 1.0
 class SimulatedCluster(JoinedCores):
     """Serves from its making on."""
 
-    def __init__(self, profile: Profile) -> None:
+    def __init__(self, profile: Profile, driver: type[RoundDriver] = RoundDriver) -> None:
         now = asyncio.get_running_loop().time
-        super().__init__([m.name for m in profile.models], profile.settings, now, lambda: 0.0)
+        super().__init__([m.name for m in profile.models], profile.settings, now, lambda: 0.0, driver)
         self._replicas: dict[str, SimulatedReplica] = {}
         self._to_replica: dict[str, Link] = {}
         self._from: dict[str, Link] = {}

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -12,10 +13,13 @@ from benchmarks.oracle import Level, ms_per_token
 from benchmarks.simulation.clock import Deadlock, run
 from benchmarks.simulation.cluster import SimulatedCluster
 from benchmarks.simulation.links import Link, LinkSpec
+from benchmarks.simulation.merged import MergedRounds, merged
 from benchmarks.simulation.profile import ModelProfile, Profile, make_profile, read_profile
 from benchmarks.simulation.traffic import Request, arrivals, streams
 from kvstate.protocol import Finish, Message, Speculation
 from models.emulated import EmulateSpec
+from router.driver import RoundDriver
+from router.trees import TokenTree
 
 HOP_MS = 0.8
 OFF = Speculation("off")
@@ -133,3 +137,28 @@ def test_profiles_that_are_shipped_can_be_read() -> None:
         found = read_profile(path)
         assert found.models[-1].spec.agreement == 1.0
         assert found.settings.target == found.models[-1].name
+
+
+def test_drafts_merge_where_they_begin_alike() -> None:
+    assert merged([(1, 2, 3), (1, 2, 4), (5,), (1, 2)]) == TokenTree((1, 2, 3, 4, 5), (-1, 0, 1, 1, -1))
+
+
+def test_a_tree_of_all_drafts_is_accepted_as_far_as_the_best_of_them_and_text_is_the_targets() -> None:
+    """Rates of acceptance a of two drafters that err independently: 1 − (1 − a)(1 − a') is that of the first token."""
+    link = LinkSpec(HOP_MS / 2.0)
+    rates = {"a": 0.6, "b": 0.5, "target": 1.0}
+    models = tuple(
+        ModelProfile(name, EmulateSpec(5.0, rate, errors="own"), 1 + (name == "target"), link=link)
+        for name, rate in rates.items()
+    )
+
+    async def texts(driver: type[RoundDriver], speculation: Speculation) -> list[Output]:
+        cluster = SimulatedCluster(make_profile(models), driver)
+        found = await streams(cluster, 1, 12, lambda n: request(n, speculation))
+        await cluster.close()
+        return found
+
+    trees = run(texts(MergedRounds, Speculation("fixed", ("a|b", "target"), (1,))))
+    plain = run(texts(RoundDriver, OFF))
+    assert [r.tokens for r in trees] == [r.tokens for r in plain]
+    assert fmean(r.mean_length for r in trees) == pytest.approx(1.0 + 1.0 - 0.4 * 0.5, abs=0.06)
