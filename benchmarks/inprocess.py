@@ -18,7 +18,6 @@ from router.settings import RouterSettings
 
 __all__ = ["AUTO", "InProcessCluster", "Output", "RequestFailed", "running"]
 
-TICK_S = 0.05
 STOP_S = 30.0
 Lose = Callable[[str, Message], bool]
 
@@ -62,7 +61,7 @@ class InProcessCluster(JoinedCores):
             assert not thread.is_alive(), f"the engine of {thread.name} did not stop within {STOP_S} s"
 
     async def tick(self) -> None:
-        await self._tick(TICK_S)
+        await self._tick()
 
     def to_coordinator(self, message: Message) -> bool:
         return self._lose("coordinator", message) or super().to_coordinator(message)

@@ -33,6 +33,7 @@ from router.service import RouterCore
 from router.settings import RouterSettings
 
 AUTO = Speculation()
+TICK_S, TICKS_PER_REPORT = 0.05, 20
 
 
 class RequestFailed(Exception):
@@ -155,12 +156,13 @@ class JoinedCores(ABC):
             del self._inboxes[request_id]
             self.router.on_ingress("joined", CancelRequest(request_id))
 
-    async def _tick(self, every_s: float) -> None:
+    async def _tick(self) -> None:
         """Heartbeats, without which the coordinator would take replicas for lost, and what it does by time."""
-        while True:
-            await asyncio.sleep(every_s)
-            for replica_id, engine in list(self.engines.items()):
-                self._from_replica(replica_id, engine.report())
+        for number in itertools.count(1):
+            await asyncio.sleep(TICK_S)
+            if number % TICKS_PER_REPORT == 0:
+                for replica_id, engine in list(self.engines.items()):
+                    self._from_replica(replica_id, engine.report())
             with self.others:
                 messages = self.coordinator.tick(self._now())
             self._route(messages)

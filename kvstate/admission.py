@@ -77,11 +77,13 @@ class Admission:
         return None
 
     def _has_room(self, admit: Admit) -> bool:
-        return self._ledger.best_replica(self._models[-1], admit.max_len) is not None
+        target = self._models[-1]
+        return self._ledger.best_replica(target, admit.max_len, admit.preferred.get(target, ())) is not None
 
     def _place(self, router_id: str, admit: Admit, now: float) -> dict[str, str]:
         entry = self._ledger.start(admit.seq, router_id, admit.max_len, start_len=admit.prompt_len)
-        for model in self._models:
+        wanted = {*(admit.models or self._models), self._models[-1]}
+        for model in (name for name in self._models if name in wanted):
             replica = self._ledger.best_replica(model, admit.max_len, admit.preferred.get(model, ()))
             if replica is not None:
                 # The router opens the copy with the whole prompt before anything is committed.

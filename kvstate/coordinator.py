@@ -97,7 +97,7 @@ FromRouter = Admit | Resume | Committed | Finish
 class CoordinatorCore:
     """`models`: names, cheapest first, the target last. `now` is a monotonic clock in seconds.
 
-    gather_s  least time between two commits of a sequence to one holder
+    gather_s  least time between two commits of a sequence to one holder, and between two tellings of who is there
     """
 
     def __init__(
@@ -120,6 +120,7 @@ class CoordinatorCore:
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._members_interval_s = members_interval_s
         self._members_sent_s = float("-inf")
+        self._members_changed = False
         self._routers: set[str] = set()
 
     @property
@@ -182,7 +183,7 @@ class CoordinatorCore:
             return []
         logger.warning("replica %s of %s lost", replica_id, replica.info.model)
         self.ledger.lose(replica_id)
-        return self._members(now)
+        return self._members_soon(now)
 
     def router_connected(self, router_id: str, now: float) -> list[Outgoing]:
         """There is one router at a time: what another one ran has been, or will be, opened again as new sequences."""
@@ -214,7 +215,7 @@ class CoordinatorCore:
             else:
                 out += self._reissue(entry, now)
         out += self._close_strays(now)
-        if now - self._members_sent_s >= self._members_interval_s:
+        if self._members_changed or now - self._members_sent_s >= self._members_interval_s:
             out += self._members(now)
         return out
 
@@ -228,15 +229,14 @@ class CoordinatorCore:
         logger.info("replica %s of %s registered, holding %s sequences", info.replica_id, info.model, len(message.held))
         for held in message.held:
             self._take_in(replica, held, now)
-        return self._catch_up(replica, message.held, now) + self._members(now) + self._admit_waiting(now)
+        return self._catch_up(replica, message.held, now) + self._members_soon(now) + self._admit_waiting(now)
 
     def _refuse_unfit(self, info: ReplicaInfo) -> None:
         """Vocabularies of different models were compared before the start: one may have more ids than the other."""
         if info.model not in self.models:
             raise UnknownModel(info.model, self.models)
-        for other in self.ledger.replicas.values():
-            same_model = other.info.model == info.model and other.info.replica_id != info.replica_id
-            if other.up and same_model and other.info.vocabulary != info.vocabulary:
+        for other in self.ledger.of(info.model):
+            if other.up and other.info.replica_id != info.replica_id and other.info.vocabulary != info.vocabulary:
                 raise VocabularyMismatch(info.model, info.vocabulary, other.info.model, other.info.vocabulary)
 
     def _take_in(self, replica: Replica, held: Held, now: float) -> None:
@@ -271,8 +271,13 @@ class CoordinatorCore:
                 holder.acked_len = holder.kv_len = 0
         return self._admit_waiting(now)
 
+    def _members_soon(self, now: float) -> list[Outgoing]:
+        """Of many that come or go together one message tells; `tick` sends what is left."""
+        self._members_changed = True
+        return self._members(now) if now - self._members_sent_s >= self._gather_s else []
+
     def _members(self, now: float) -> list[Outgoing]:
-        self._members_sent_s = now
+        self._members_sent_s, self._members_changed = now, False
         members = Members(self.ledger.members())
         return [Outgoing("router", router_id, members) for router_id in sorted(self._routers)]
 
@@ -280,7 +285,7 @@ class CoordinatorCore:
 
     def _admit(self, router_id: str, admit: Admit, now: float) -> list[Outgoing]:
         out = self._close(admit.replaces, now) if admit.replaces is not None else []
-        return out + _to_routers(self._admission.ask(router_id, admit, now))
+        return out + self._to_routers(self._admission.ask(router_id, admit, now), now)
 
     def _resume(self, router_id: str, resume: Resume, now: float) -> list[Outgoing]:
         if self.ledger.is_closed(resume.seq):
@@ -380,8 +385,9 @@ class CoordinatorCore:
         return self._admit_waiting(now)
 
     def _admit_waiting(self, now: float) -> list[Outgoing]:
-        return _to_routers(self._admission.serve(now))
+        return self._to_routers(self._admission.serve(now), now)
 
-
-def _to_routers(answers: Answers) -> list[Outgoing]:
-    return [Outgoing("router", router_id, message) for router_id, message in answers]
+    def _to_routers(self, answers: Answers, now: float) -> list[Outgoing]:
+        """No answer names a replica that the router was not told of."""
+        members = self._members(now) if answers and self._members_changed else []
+        return members + [Outgoing("router", router_id, message) for router_id, message in answers]

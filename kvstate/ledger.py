@@ -7,8 +7,8 @@ A sequence is *running* from its admission until it is closed. Closing makes eac
 its reservation until the replica says that it is gone; copies that a replica reports and nobody owns are strays too.
 """
 
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from kvstate.protocol import Member, ReplicaCounts, ReplicaInfo
@@ -144,6 +144,7 @@ class Ledger:
 
     def __init__(self, resend_s: float, num_tombstones: int = 65536) -> None:
         self.replicas: dict[str, Replica] = {}
+        self._by_model: defaultdict[str, dict[str, Replica]] = defaultdict(dict)
         self.running: dict[int, Running] = {}
         self._resend_s = resend_s
         self._num_tombstones = num_tombstones
@@ -156,7 +157,10 @@ class Ledger:
     def register(self, info: ReplicaInfo, free_blocks: int, now: float) -> Replica:
         """A replica is up. What was promised to running sequences on it stays; strays are to be reported anew."""
         replica = Replica(info, up=True, last_seen_s=now, free_blocks=min(free_blocks, info.num_blocks))
-        self.replicas[info.replica_id] = replica
+        before = self.replicas.get(info.replica_id)
+        if before is not None:
+            del self._by_model[before.info.model][info.replica_id]
+        self.replicas[info.replica_id] = self._by_model[info.model][info.replica_id] = replica
         for entry in self.running.values():
             if self.holder(entry.seq, replica) is not None:
                 self._reserve(replica, entry)
@@ -164,7 +168,8 @@ class Ledger:
 
     def forget_lost(self, before_s: float) -> None:
         """Drop replicas that are down and were last seen before `before_s`, so that restarts do not pile up."""
-        self.replicas = {k: r for k, r in self.replicas.items() if r.up or r.last_seen_s >= before_s}
+        for replica in [r for r in self.replicas.values() if not r.up and r.last_seen_s < before_s]:
+            del self.replicas[replica.info.replica_id], self._by_model[replica.info.model][replica.info.replica_id]
 
     def lose(self, replica_id: str) -> None:
         """A replica is down, and with it all copies it held."""
@@ -217,14 +222,16 @@ class Ledger:
 
     def best_replica(self, model: str, max_len: int, preferred: Sequence[str] = ()) -> Replica | None:
         """Of the replicas of `model` with enough room the first preferred one, else the one with most."""
-        fitting = {r.info.replica_id: r for r in self._of(model) if r.has_room(max_len)}
-        wished = next((fitting[replica_id] for replica_id in preferred if replica_id in fitting), None)
-        return wished or max(fitting.values(), key=lambda r: r.room_blocks, default=None)
+        known = self._by_model[model]
+        wished = (known[replica_id] for replica_id in preferred if replica_id in known)
+        fitting = (replica for replica in known.values() if replica.has_room(max_len))
+        first = next((replica for replica in wished if replica.has_room(max_len)), None)
+        return first or max(fitting, key=lambda r: r.room_blocks, default=None)
 
     def never_fits(self, model: str, max_len: int) -> bool:
         """Whether replicas of `model` are known, and none of them could hold the sequence even when empty."""
-        sizes = [replica.blocks_for(max_len) for replica in self._of(model)]
-        return bool(sizes) and all(size is None for size in sizes)
+        known = self.of(model)
+        return bool(known) and all(replica.blocks_for(max_len) is None for replica in known)
 
     def members(self) -> tuple[Member, ...]:
         return tuple(
@@ -262,13 +269,15 @@ class Ledger:
                 assert replica is None or replica.info.model == model, (entry, replica)
         for replica_id, replica in self.replicas.items():
             assert replica_id == replica.info.replica_id
+            assert self._by_model[replica.info.model][replica_id] is replica, replica
             assert 0 <= replica.free_blocks <= replica.info.num_blocks, replica
             assert replica.up or not (replica.reserved or replica.strays), replica
             for seq in replica.reserved.keys() | replica.strays.keys():
                 assert (seq in replica.strays) != (self.holder(seq, replica) is not None), (seq, replica)
 
-    def _of(self, model: str) -> Iterator[Replica]:
-        return (replica for replica in self.replicas.values() if replica.info.model == model)
+    def of(self, model: str) -> Collection[Replica]:
+        """All replicas of a model."""
+        return self._by_model[model].values()
 
     def _reserve(self, replica: Replica, entry: Running) -> None:
         replica.reserved[entry.seq] = replica.blocks_for(entry.max_len) or replica.info.num_blocks

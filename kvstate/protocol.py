@@ -199,7 +199,8 @@ class Failed(Message, frozen=True):
 
 
 class Admit(Message, frozen=True):
-    """Ask for room: a replica of every model that has some for `max_len` tokens, the target's required.
+    """Ask for room: a replica of each of `models` (none named: of every model) that has some for `max_len` tokens, the
+    target's required.
 
     `replaces` is the older sequence of the same request; it is closed first. `preferred`: by model, the replicas that
     the router would like best, the best one first.
@@ -210,6 +211,7 @@ class Admit(Message, frozen=True):
     max_len: int
     replaces: int | None = None
     preferred: dict[str, tuple[str, ...]] = {}
+    models: tuple[str, ...] = ()
 
 
 class Admitted(Message, frozen=True):

@@ -5,11 +5,11 @@ router/fusion.py, router/calibration.py.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from router.acceptance import log_odds, shift_rate
-from router.assignment import Capacity, assign
+from router.assignment import Capacity, Given
 from router.calibration import Calibration, Trusting
 from router.checks import ProposalsSeen
 from router.expertise import Entry, Rates, alternatives, groups_of, routing_vector, with_group
@@ -17,6 +17,7 @@ from router.fusion import FusionGain
 from router.latency import Ewma
 from router.own_rates import OwnRates, Shifts
 from router.plan import members_of
+from router.replicas import Replicas
 from router.snapshot import TableSnapshot
 from router.subjects import Evidence, Subjects, Suits
 from router.trees import BesideRates
@@ -25,9 +26,10 @@ STEP = 0.25
 """In log-odds, to which what a drafter is expected to be in a request is rounded, so that requests share plans."""
 
 MOST_TURN_RATIO = 4.0
-GIVE_S = 0.1
-MOST_ASSIGNED = 128
-"""Requests that are given drafters at once: it takes some ms for so many; the others have what suits them best."""
+LEAST_HELD, HELD_PER_DRAFTER = 8, 2
+"""Of a level's drafters, how many hold a request: at least so many, and so many for each that may draft for it at once.
+The others would compute and keep for nothing what hardly ever serves.
+"""
 
 ASSUMED_WINDOW = 6.0
 """Tokens of a draft, where it is weighed what a drafter is worth."""
@@ -45,40 +47,12 @@ class Routed:
     shifts: Shifts = ()
 
 
-@dataclass(slots=True)
-class Given:
-    """Which drafters of a level each request has; places are given anew to all every GIVE_S."""
-
-    clock: Callable[[], float]
-    _wishes: dict[int, Mapping[str, float]] = field(default_factory=dict)
-    _drafters: dict[int, list[str]] = field(default_factory=dict)
-    _given_s: float = -GIVE_S
-
-    def get(
-        self, own: OwnRates, wish: Mapping[str, float], best: list[str], capacity: Capacity, most: int
-    ) -> list[str]:
-        """Of the request; its `best` where nobody stands in its way, or it is new."""
-        self._wishes[id(own)] = wish
-        if len(self._wishes) == 1 or not capacity.is_scarce():
-            return best
-        now_s = self.clock()
-        if now_s - self._given_s >= GIVE_S:
-            self._given_s = now_s
-            served = list(self._wishes)[-MOST_ASSIGNED:]
-            given = assign([self._wishes[request] for request in served], capacity, most)
-            self._drafters = dict(zip(served, given, strict=True))
-        return [name for name in self._drafters.get(id(own), best) if name in wish] or best
-
-    def forget(self, own: OwnRates) -> None:
-        self._wishes.pop(id(own), None)
-        self._drafters.pop(id(own), None)
-
-
 class Cooperation:
     """`table`: the table as it is for all requests, now."""
 
-    def __init__(self, table: Callable[[], TableSnapshot], clock: Callable[[], float]) -> None:
+    def __init__(self, table: Callable[[], TableSnapshot], clock: Callable[[], float], replicas: Replicas) -> None:
         self._table = table
+        self._replicas = replicas
         self._given: defaultdict[int, Given] = defaultdict(lambda: Given(clock))
         self._calibrations: dict[str, Calibration] = {}
         self._subjects: defaultdict[int, Subjects] = defaultdict(Subjects)
@@ -116,11 +90,36 @@ class Cooperation:
         most: int,
     ) -> list[str]:
         """The request's best, or where drafters are scarce, what it got when all requests were last given theirs."""
-        best = [entry.drafter for entry in vector[:most]]
-        costs = {name: snapshot.models[name] for name in names}
-        capacity = Capacity(costs, ASSUMED_WINDOW, snapshot.models[target].call_ms(1.0))
-        given = self._given[snapshot.models[names[0]].level]
-        return given.get(own, {entry.drafter: entry.hoped for entry in vector}, best, capacity, most)
+        level = snapshot.models[names[0]].level
+        given, capacity = self._given[level], self._capacity(level, target, snapshot)
+        if not capacity.is_scarce():
+            return [entry.drafter for entry in vector[:most]]
+        return given.get(id(own), {entry.drafter: entry.hoped for entry in vector}, capacity, most)
+
+    def _capacity(self, level: int, target: str, snapshot: TableSnapshot) -> Capacity:
+        """Of all the level's drafters, whoever holds a request."""
+        costs = {name: cost for name, cost in snapshot.models.items() if cost.level == level}
+        return Capacity(costs, ASSUMED_WINDOW, snapshot.models[target].call_ms(1.0), self._replicas.numbers)
+
+    def held(self, models: Sequence[str], snapshot: TableSnapshot, own: OwnRates, most: int) -> tuple[str, ...]:
+        """By which of `models` a new request should be held: of each level with many those that promise most, less what
+        their places cost where many requests are with them already.
+        """
+        number = max(LEAST_HELD, HELD_PER_DRAFTER * most)
+        left_out: set[str] = set()
+        for names in alternatives(models, snapshot.models):
+            if len(names) <= number:
+                continue
+            vector = routing_vector(self._suits(names, models[-1], snapshot, own))
+            capacity = self._capacity(snapshot.models[names[0]].level, models[-1], snapshot)
+            held = self._replicas.held
+            worth = {
+                entry.drafter: capacity.worth(entry.hoped)
+                - capacity.place_cost(entry.drafter, held[entry.drafter] * most // number + 1)
+                for entry in vector
+            }
+            left_out.update(sorted(names, key=lambda name: (-worth[name], held[name]))[number:])
+        return tuple(name for name in models if name not in left_out)
 
     def proposed(self, seen: ProposalsSeen, snapshot: TableSnapshot, own: OwnRates) -> dict[str, list[int | None]]:
         """What each of several drafters proposed at the positions; each was on trial there, and so was the fused token.
@@ -144,7 +143,7 @@ class Cooperation:
             base, evidence = _evidence(names, models[-1], snapshot, own)
             level = snapshot.models[names[0]].level
             self._subjects[level].learn(base, evidence, own.words)
-            self._given[level].forget(own)
+            self._given[level].forget(id(own))
 
     def turn(self, drafters: Sequence[str], seconds: float) -> None:
         """What one position took that these drafted together."""

@@ -112,7 +112,7 @@ class Planning:
         self.records: dict[tuple[str, ...], RunRecord] = {}
         self.plan_changes = 0
         self.is_overloaded = False
-        self.cooperation = Cooperation(self.snapshot, clock)
+        self.cooperation = Cooperation(self.snapshot, clock, self.replicas)
 
     def change(self, settings: RouterSettings) -> None:
         """Other settings for the same models, from the next round on."""
@@ -232,6 +232,20 @@ class Planning:
         if self._settings.policy == "fixed":
             return self._fixed(models, self._settings.chain, self._settings.windows)
         return self._adaptive(models, own or OwnRates(), missing, in_use)
+
+    def held(self, speculation: Speculation, own: OwnRates) -> tuple[str, ...]:
+        """By which models a new request should be held: those that its plans may name."""
+        if speculation.mode == "off":
+            return (self._settings.target,)
+        if speculation.mode == "fixed":
+            first, tail = split_cascade(speculation.chain[0])
+            named = {*members_of(first), tail, *speculation.chain[1:], self._settings.target}
+            return tuple(name for name in self._settings.models if name in named)
+        snapshot = self.snapshot(own.context)
+        models = [name for name in self._settings.models if name in snapshot.models]
+        if self._settings.target not in models:
+            return self._settings.models
+        return self.cooperation.held(models, snapshot, own, self._settings.cooperate)
 
     def choose_probe(
         self, holders: Sequence[str], plan: Plan, output_len: int, speculation: Speculation, own: OwnRates

@@ -6,6 +6,8 @@ need not be computed again, spread over the tokens of an answer. The coordinator
 word.
 """
 
+import heapq
+import random
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,14 +21,24 @@ MOST_PREFIXES = 8192
 ANSWER_TOKENS = 64
 """Over how many tokens of an answer a cached prefix is spread."""
 
+MOST_COMPARED, MOST_PREFERRED = 64, 8
+"""Of a model's replicas, how many are compared for a request, where there are more some at random, and how many named:
+it costs the router as much with ten thousand of them, and the best of 64 is as good as the best for practical ends.
+"""
+
 MOST_SLOWNESS = 10.0
 
 
 @dataclass(slots=True)
 class Replicas:
-    """`open`: sequences by replica. `slowness`: a replica's batches took so much of what its model's do."""
+    """`serving`: by model, who is there. `open`: sequences by replica, `held` by model. `slowness`: a replica's batches
+    took so much of what its model's do.
+    """
 
+    serving: Mapping[str, Sequence[str]] = field(default_factory=dict)
     open: Counter[str] = field(default_factory=Counter)
+    held: Counter[str] = field(default_factory=Counter)
+    _rng: random.Random = field(default_factory=lambda: random.Random(0))
     _slowness: dict[str, Ewma] = field(default_factory=dict)
     _prefixes: OrderedDict[tuple[str, int], str] = field(default_factory=OrderedDict)
 
@@ -43,6 +55,7 @@ class Replicas:
     def opened(self, holders: Mapping[str, str], prompt: Sequence[int]) -> None:
         """A sequence is held by these replicas, by model: they will have cached its prompt."""
         self.open.update(holders.values())
+        self.held.update(list(holders))
         for prefix in _prefixes(prompt):
             for model, replica_id in holders.items():
                 self._prefixes[model, prefix] = replica_id
@@ -51,18 +64,27 @@ class Replicas:
             self._prefixes.popitem(last=False)
 
     def closed(self, holders: Mapping[str, str]) -> None:
-        self.open.subtract(holders.values())
-        self.open += Counter()  # drops zeros
+        for counter, names in ((self.open, list(holders.values())), (self.held, list(holders))):
+            counter.subtract(names)
+            for name in names:
+                if not counter[name]:
+                    del counter[name]
 
     def lost(self, replica_id: str) -> None:
         self._slowness.pop(replica_id, None)
         self._prefixes = OrderedDict((key, held) for key, held in self._prefixes.items() if held != replica_id)
 
+    @property
+    def numbers(self) -> dict[str, int]:
+        """By model."""
+        return {model: max(1, len(ids)) for model, ids in self.serving.items()}
+
     def preferred(
-        self, replicas: Mapping[str, Sequence[str]], costs: Mapping[str, ModelCost], prompt: Sequence[int]
+        self, models: Sequence[str], costs: Mapping[str, ModelCost], prompt: Sequence[int]
     ) -> dict[str, tuple[str, ...]]:
-        """Per model with several `replicas`, their ids, the best one first."""
-        several = {model: ids for model, ids in replicas.items() if len(ids) > 1 and model in costs}
+        """Per model with several replicas, the ids of the best ones, the best first."""
+        serving = {model: self.serving.get(model, ()) for model in models if model in costs}
+        several = {model: ids for model, ids in serving.items() if len(ids) > 1}
         prefixes = list(_prefixes(prompt)) if several else []
         return {model: self._ordered(costs[model], ids, prefixes) for model, ids in several.items()}
 
@@ -80,7 +102,10 @@ class Replicas:
             saved_ms = cached[replica_id] * cost.per_token_ms / ANSWER_TOKENS
             return self.slowness(replica_id) * (wait + batch_ms) - saved_ms
 
-        return tuple(sorted(ids, key=step_ms))
+        if len(ids) > MOST_COMPARED:
+            there = set(ids) if cached else ()
+            ids = [*self._rng.sample(ids, MOST_COMPARED), *(held for held in cached if held in there)]
+        return tuple(heapq.nsmallest(MOST_PREFERRED, dict.fromkeys(ids), key=step_ms))
 
 
 def _prefixes(prompt: Sequence[int]) -> Iterator[int]:

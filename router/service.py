@@ -10,7 +10,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvstate.protocol import (
@@ -154,6 +154,7 @@ class RouterCore:
 
     def replica_connected(self, replica_id: str) -> None:
         self._connected.add(replica_id)
+        self._update_serving()
         self._connections.set()
 
     def replica_lost(self, replica_id: str) -> None:
@@ -168,6 +169,7 @@ class RouterCore:
         if replica_id not in self._connected:
             return
         self._connected.remove(replica_id)
+        self._update_serving()
         member = self._members.get(replica_id)
         if member is not None:
             self.stats.replica_losses[member.info.model] += 1
@@ -290,9 +292,11 @@ class RouterCore:
         """Waits for room; the caller's deadline bounds it."""
         message = request.message
         seq = next(self._ids)
-        preferred = self._preferred(message.prompt)
+        models = self.planning.held(message.speculation, request.own)
+        preferred = self.planning.replicas.preferred(models, self.planning.snapshot().models, message.prompt)
         expected = {model: ids[0] for model, ids in preferred.items()}
-        admit = Admit(seq, len(message.prompt), len(message.prompt) + message.max_tokens, replaces, preferred)
+        max_len = len(message.prompt) + message.max_tokens
+        admit = Admit(seq, len(message.prompt), max_len, replaces, preferred, models)
         future: asyncio.Future[Admitted] = asyncio.get_running_loop().create_future()
         self._admissions[seq] = _Waiting(admit, future, self._clock())
         # The queue is the coordinator's; while it is away requests wait here, and coordinator_connected asks again.
@@ -315,14 +319,6 @@ class RouterCore:
         num_top = NUM_TOP if message.speculation.mode == "auto" and self._settings.explore > 0.0 else 0
         sampling, logprobs = message.sampling, message.logprobs
         return RunningSequence(seq, tokens, len(message.prompt), sampling, holders, logprobs, num_top=num_top)
-
-    def _preferred(self, prompt: Sequence[int]) -> dict[str, tuple[str, ...]]:
-        """Per model with several replicas, in which order a new request would have them."""
-        replicas: dict[str, list[str]] = {}
-        for replica_id, member in self._members.items():
-            if replica_id in self._connected:
-                replicas.setdefault(member.info.model, []).append(replica_id)
-        return self.planning.replicas.preferred(replicas, self.planning.snapshot().models, prompt)
 
     async def _until_connected(self, replica_id: str) -> None:
         """A replica can be admitted to before the stream to it is open. Raises TargetLost when it stays shut."""
@@ -454,11 +450,19 @@ class RouterCore:
         stated = {model: reply.tops for model, reply in replies.items() if reply.tops}
         self.planning.probed(samples, committed, own, {**stated, self._settings.target: tops})
 
+    def _update_serving(self) -> None:
+        serving: dict[str, list[str]] = {}
+        for replica_id, member in self._members.items():
+            if replica_id in self._connected:
+                serving.setdefault(member.info.model, []).append(replica_id)
+        self.planning.replicas.serving = serving
+
     def _update_members(self, members: tuple[Member, ...]) -> None:
         for member in members:
             if member.up:
                 self.planning.add_model(member.info.model, member.info.profile)
         self._members = {member.info.replica_id: member for member in members}
+        self._update_serving()
         self.stats.add_replica_counts(members)
 
     def _finish(self, seq: int) -> None:

@@ -13,8 +13,6 @@ from benchmarks.simulation.replica import SimulatedReplica
 from kvstate.protocol import Message
 from router.driver import RoundDriver
 
-REPORT_S = 1.0
-
 
 class SimulatedCluster(JoinedCores):
     """Serves from its making on."""
@@ -33,7 +31,8 @@ class SimulatedCluster(JoinedCores):
                 self._to_replica[name], self._from[name] = Link(model.link), Link(model.link)
                 self._replicas[name], self.engines[name] = replica, replica.engine
                 self._register(name, model.name, replica.backend, replica.profile)
-        self._ticking = asyncio.create_task(self._tick(REPORT_S))
+        self._route(self.coordinator.tick(now()))
+        self._ticking = asyncio.create_task(self._tick())
 
     async def close(self) -> None:
         self._ticking.cancel()

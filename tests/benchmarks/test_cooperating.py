@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import fmean
 
 import pytest
 
@@ -18,7 +19,9 @@ from benchmarks.simulation.traffic import Request, streams
 from kvstate.protocol import Sampling, Speculation
 from models.backend import Backend
 from models.emulated import EmulatedBackend, EmulateSpec
+from router.own_rates import OwnRates
 from router.settings import RouterSettings
+from router.subjects import words_of
 
 GREEDY = Sampling()
 PROMPTS = [b"Hello world", b"The quick brown fox", b"code: x", b"math: 2 + 2"]
@@ -168,3 +171,37 @@ async def test_requests_go_to_the_drafters_of_their_subject() -> None:
                 chosen[subject, output.metrics.chain[0]] += 1
     right = sum(chosen[s, name] for name, s in zip("abc", subjects, strict=True))
     assert right >= 0.9 * sum(chosen.values()), chosen
+
+
+def test_of_many_drafters_those_hold_a_request_that_suit_it_and_share_the_load() -> None:
+    """20 drafters, of which 5 suit each of four subjects; 8 hold a request, of which 2 draft for it."""
+    subjects = ("code: ", "math: ", "text: ", "law: ")
+    specs = [EmulateSpec(3.0, {own: 0.9, "default": 0.3}, errors="own", per_sequence_ms=0.5) for own in subjects * 5]
+    models = [ModelProfile(f"d{i}", spec, 1) for i, spec in enumerate(specs)]
+    target = ModelProfile("t", EmulateSpec(30.0, 1.0, errors="own"), 2)
+    held: list[tuple[int, frozenset[str]]] = []
+
+    def ask(number: int) -> Request:
+        words = " ".join(random.Random(number).choices(["one", "two", "three", "four", "five", "six"], k=5))
+        return Request(f"{subjects[number % 4]}{words}".encode(), 32)
+
+    async def work() -> list[Output]:
+        cluster = SimulatedCluster(make_profile((*models, target), cooperate=2))
+        planning = cluster.router.planning
+        await streams(cluster, 8, 15, ask)
+        results = await streams(cluster, 8, 5, lambda number: ask(number + 120))
+        for number in range(4):
+            own = OwnRates(words=words_of(ask(number).prompt))
+            held.append((number, frozenset(planning.held(Speculation(), own)) - {"t"}))
+        assert planning.held(Speculation("off"), OwnRates()) == ("t",)
+        assert planning.held(Speculation("fixed", ("d3|d5+d7", "t")), OwnRates()) == ("d3", "d5", "d7", "t")
+        assert not planning.replicas.open
+        assert not planning.replicas.held
+        await cluster.close()
+        return results
+
+    results = run(work())
+    assert [len(names) for _, names in held] == [8] * 4
+    num_suiting = [sum(int(name[1:]) % 4 == number for name in names) for number, names in held]
+    assert sum(num_suiting) >= 14, num_suiting  # of 20; by chance 8
+    assert fmean(result.mean_length for result in results) > 4.0  # of two that do not suit: 2

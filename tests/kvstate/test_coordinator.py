@@ -106,6 +106,19 @@ def test_every_change_of_who_is_up_reaches_every_router(desk: Desk) -> None:
     assert members([o for o in desk.register("d", "drafter") if o.to_id == "second"]) == {"d": True, "t": True}
 
 
+def test_many_that_come_together_are_told_of_at_once_and_before_any_answer_names_one() -> None:
+    desk = Desk(gather_s=0.05)
+    told = [desk.register(f"d{i}", "drafter") for i in range(100)]
+    assert [len(members(out)) for out in told if out] == [1]
+    assert len(members(desk.tick(0.05))) == 100
+    assert desk.tick(0.06) == []
+    assert members(desk.register("t"))
+    assert desk.register("t2", num_blocks=40) == []
+    first, second = desk.router(Admit(1, 3, 16))
+    assert "t2" in members([first])
+    assert admitted([second])[0].holders["target"] == "t2"
+
+
 def test_a_silent_replica_is_lost_after_its_missed_heartbeats_and_must_register_again(desk: Desk) -> None:
     assert members(desk.tick(2.0, alive=["t"])) == {"d": True, "t": True}
     assert members(desk.tick(1.0, alive=["t"])) == {"d": False, "t": True}
@@ -138,6 +151,12 @@ def test_admission_names_a_holder_per_model_with_room(desk: Desk) -> None:
     assert desk.admit(1) == [Admitted(1, {"drafter": "d", "target": "t2"})]
     assert desk.admit(1) == [Admitted(1, {"drafter": "d", "target": "t2"})]  # asked again
     assert desk.core.ledger.replicas["t2"].room_blocks == 35
+
+
+def test_only_models_that_the_router_names_hold_a_sequence_and_the_target(desk: Desk) -> None:
+    desk.register("n", "drafter")
+    assert admitted(desk.router(Admit(1, 3, 16, models=("target",)))) == [Admitted(1, {"target": "t"})]
+    assert admitted(desk.router(Admit(2, 3, 16, models=("drafter",))))[0].holders.keys() == {"drafter", "target"}
 
 
 def test_a_level_without_room_or_context_is_left_out() -> None:

@@ -2,10 +2,12 @@
 
 import itertools
 import random
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 
-from router.assignment import Capacity, assign
+from router.assignment import GIVE_S, MOST_ASSIGNED, Capacity, Given, assign
 from router.snapshot import ModelCost
 
 
@@ -52,3 +54,45 @@ def test_nobody_gets_a_drafter_twice_and_everybody_gets_one() -> None:
     for most in (1, 2, 3, 5):
         for got in assign(wishes, capacity(1.0), most):
             assert 1 <= len(got) == len(set(got)) <= most
+
+
+def test_what_others_have_is_charged_and_replicas_share_it() -> None:
+    wish = [{"a": 0.9, "b": 0.8, "c": 0.2}]
+    assert assign(wish, capacity(1.5), 1) == [["a"]]
+    assert assign(wish, capacity(1.5), 1, {"a": 8}) == [["b"]]
+    of_many = replace(capacity(1.5), replicas={"a": 9})
+    assert assign(wish, of_many, 1, {"a": 8}) == [["a"]]
+
+
+def test_a_drafter_that_is_not_wished_is_not_given() -> None:
+    assert assign([{"a": 0.1}, {"b": 0.1}], capacity(1.5), 3) == [["a"], ["b"]]
+
+
+def test_more_than_are_given_anew_at_once_are_spread_all_the_same() -> None:
+    """Each when it comes, from what is left; all in turn later; what one has while it ends is free again."""
+    now_s, of = 0.0, capacity(1.5)
+    given, wish = Given(lambda: now_s), {"a": 0.9, "b": 0.88, "c": 0.86}
+    requests = range(4 * MOST_ASSIGNED)
+    first = [given.get(request, wish, of, 1)[0] for request in requests]
+    [all_at_once] = zip(*assign([wish] * len(requests), of, 1), strict=True)
+    assert Counter(first) == Counter(all_at_once)
+    left = [request for request in requests if first[request] != "a"]
+    for request in set(requests) - set(left):
+        given.forget(request)
+    for _ in range(8):
+        now_s += GIVE_S
+        given.get(left[0], wish, of, 1)
+    now = Counter(given.get(request, wish, of, 1)[0] for request in left)
+    [all_at_once] = zip(*assign([wish] * len(left), of, 1), strict=True)
+    best = Counter(all_at_once)
+    assert all(abs(now[name] - best[name]) <= 3 for name in "abc")
+    for request in requests:
+        given.forget(request)
+    assert len(given) == 0
+    assert not any(given._taken.values())
+
+
+def test_a_drafter_that_is_lost_is_replaced() -> None:
+    given = Given(lambda: 0.0)
+    assert given.get(1, {"a": 0.9, "b": 0.2}, capacity(1.5), 1) == ["a"]
+    assert given.get(1, {"b": 0.2}, capacity(1.5), 1) == ["b"]

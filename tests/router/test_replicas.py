@@ -1,6 +1,6 @@
 """New requests go where their steps will take least."""
 
-from router.replicas import MOST_PREFIXES, Replicas
+from router.replicas import MOST_PREFERRED, MOST_PREFIXES, Replicas
 from router.snapshot import ModelCost
 
 TARGET = ModelCost("t", 1, 20.0, per_token_ms=1.0)
@@ -8,7 +8,8 @@ LONG = list(range(640))
 
 
 def order(replicas: Replicas, prompt: list[int], cost: ModelCost = TARGET) -> tuple[str, ...]:
-    return replicas.preferred({"t": ["x", "y", "z"]}, {"t": cost}, prompt)["t"]
+    replicas.serving = {"t": ["x", "y", "z"]}
+    return replicas.preferred(["t"], {"t": cost}, prompt)["t"]
 
 
 def test_the_least_loaded_one_comes_first() -> None:
@@ -62,4 +63,16 @@ def test_what_is_remembered_of_prompts_is_bounded() -> None:
 
 
 def test_models_with_one_replica_need_no_order() -> None:
-    assert Replicas().preferred({"t": ["x"], "d": []}, {"t": TARGET}, LONG) == {}
+    replicas = Replicas({"t": ["x"], "d": []})
+    assert replicas.preferred(["t", "d"], {"t": TARGET}, LONG) == {}
+
+
+def test_among_thousands_some_are_compared_and_the_one_with_the_prompt_always() -> None:
+    replicas = Replicas({"t": [f"t-{i}" for i in range(10_000)]})
+    for _ in range(20_000):
+        replicas.opened({"t": replicas.preferred(["t"], {"t": TARGET}, [])["t"][0]}, [])
+    assert max(replicas.open.values()) <= 4
+    replicas.opened({"t": "t-7777"}, LONG)
+    named = replicas.preferred(["t"], {"t": TARGET}, LONG)["t"]
+    assert named[0] == "t-7777"
+    assert len(named) == MOST_PREFERRED
