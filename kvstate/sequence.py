@@ -81,7 +81,11 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Stale:
-    """Not to be run or answered: overtaken by a later step, or by a commit of the round it belonged to."""
+    """Not to be run: overtaken by a later step, then nobody waits for an answer; or by commits, then who still waits (a
+    drafter may be ahead of a round that ended) is answered with `need`.
+    """
+
+    need: Need | None = None
 
 
 def reconcile(state: SequenceState, from_len: int, tokens: Sequence[int]) -> int:
@@ -105,8 +109,7 @@ def accept_step(state: SequenceState, step: Step) -> Ready | Need | Stale:
     Ready  its tokens are known, `committed_len` and `last_key` are raised.
     Need   tokens are missing; nothing changed. The resend comes with a higher key.
     Stale  its key is not above the last one; or commits that came past it (by the coordinator) overtook it: they hold
-           another token at one of its droppable positions, or already reach beyond where it would draft or check. The
-           router commits only after a round's replies, so it no longer waits for such a step.
+           another token at one of its droppable positions, or already reach beyond where it would draft or check.
 
     Probes, and drafts of 0 tokens (prefill), only look at their tokens: what follows matching ones stays.
     """
@@ -123,7 +126,7 @@ def accept_step(state: SequenceState, step: Step) -> Ready | Need | Stale:
     only_looks = isinstance(step, Probe) or (isinstance(step, Draft) and step.count == 0)
     if _is_overtaken(state, step, end, only_looks):
         state.last_key = step.key
-        return Stale()
+        return Stale(Need(step.seq, step.key, state.committed_len))
     rolled_back = (_absorb if only_looks else reconcile)(state, step.from_len, tokens)
     state.committed_len = max(state.committed_len, step.committed_len)
     state.last_key = step.key

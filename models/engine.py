@@ -312,10 +312,13 @@ class Engine:
             case Need() as need:
                 self.stats.resent_prefixes += 1
                 self._replies.append((sender, need))
-            case Stale():
+            case Stale(need):
                 self.stats.stale_messages += 1
+                if need is not None:
+                    self._replies.append((sender, need))
             case Ready(rolled_back):
                 self._rolled_back(holding.state, rolled_back)
+                self._drop_overtaken(holding.state)
                 self._begin(holding)
                 self._add_task(sender, message, holding)
 
@@ -378,8 +381,11 @@ class Engine:
             self._blocks.truncate(state.seq, max(0, state.kv_len - self._holdings[state.seq].first))
 
     def _drop_overtaken(self, state: SequenceState) -> None:
-        """Commits that came past a task changed or already cover what it works on: nobody waits for it any more."""
-        self._tasks = [t for t in self._tasks if t.state is not state or not is_overtaken(t)]
+        """What was committed past a task, by a commit or a probe, changed or already covers what it works on."""
+        overtaken = [t for t in self._tasks if t.state is state and is_overtaken(t)]
+        for task in overtaken:
+            self._tasks.remove(task)
+            self._replies.append((task.sender, Need(state.seq, task.step.key, state.committed_len)))
 
     # ------------------------------------------------------------------------------------------------------ a forward
 

@@ -5,7 +5,7 @@ router/fusion.py, router/calibration.py.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
 from router.acceptance import log_odds, shift_rate
@@ -22,7 +22,7 @@ from router.snapshot import TableSnapshot
 from router.subjects import Evidence, Subjects, Suits
 from router.trees import BesideRates
 
-STEP = 0.25
+STEP = 0.5
 """In log-odds, to which what a drafter is expected to be in a request is rounded, so that requests share plans."""
 
 MOST_TURN_RATIO = 4.0
@@ -31,20 +31,33 @@ LEAST_HELD, HELD_PER_DRAFTER = 8, 2
 The others would compute and keep for nothing what hardly ever serves.
 """
 
+MOST_ALONE = 2
+"""Of the drafters chosen for a request, how many it is planned for that one drafts by itself."""
+
 ASSUMED_WINDOW = 6.0
 """Tokens of a draft, where it is weighed what a drafter is worth."""
 
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """`models` that a request's plan may name, cheapest first; `groups` of drafters that it may name too; `rates` of
-    the drafters chosen among alternatives, and `shifts` of other pairs.
+    """`models` that a request's plan may name, cheapest first, of these `alone` not only in `groups`, which it may name
+    too; `rates` of the drafters chosen among alternatives, and `shifts` of other pairs.
     """
 
     models: tuple[str, ...]
+    alone: tuple[str, ...]
     groups: tuple[str, ...] = ()
     rates: Rates = ()
     shifts: Shifts = ()
+
+    def without(self, names: Set[str]) -> "Routed":
+        """Where there is no time for plans of this request's own: without these models and its shifts."""
+        return Routed(
+            tuple(name for name in self.models if name not in names),
+            tuple(name for name in self.alone if name not in names),
+            tuple(group for group in self.groups if not names & set(members_of(group))),
+            self.rates,
+        )
 
 
 class Cooperation:
@@ -70,14 +83,15 @@ class Cooperation:
         """Of each level with several models the `most` promising ones for the request; groups of those of the first
         such level.
         """
-        routed = Routed(tuple(models), shifts=own.shifts)
+        routed = Routed(tuple(models), tuple(models), shifts=own.shifts)
         for names in alternatives(models, snapshot.models):
             suits = self._suits(names, models[-1], snapshot, own)
             chosen = self._chosen(names, models[-1], snapshot, own, routing_vector(suits, in_use), most)
             kept = tuple(name for name in routed.models if name in chosen or name not in names)
+            alone = tuple(name for name in routed.alone if name in chosen[:MOST_ALONE] or name not in names)
             shifts = tuple(shift for shift in routed.shifts if set(shift[0]) <= set(kept) and shift[0][0] not in names)
             rates = (*routed.rates, *(((name, models[-1]), _rounded(suits[name])) for name in sorted(chosen)))
-            routed = Routed(kept, routed.groups or tuple(groups_of(chosen, models)), rates, shifts)
+            routed = Routed(kept, alone, routed.groups or tuple(groups_of(chosen, models)), rates, shifts)
         return routed
 
     def _chosen(

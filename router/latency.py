@@ -64,19 +64,23 @@ class LatencyFit:
         base_ms, per_token_ms, per_sequence_ms = self._solution
         return base_ms, per_token_ms, per_sequence_ms
 
-    def observe(self, timing: Timing) -> None:
-        """Take in the batches of one message; a message without batches says nothing."""
+    def observe(self, timing: Timing) -> float:
+        """Take in the batches of one message; what they were expected to take, in ms. None say nothing."""
         if timing.batches <= 0:
-            return
-        features = [1.0, timing.rows / timing.batches, timing.sequences / timing.batches]
-        cost_ms = self._clipped(features, timing.busy_s * 1e3 / timing.batches)
-        for i in range(3):
-            self._moment[i] = _FADE * self._moment[i] + features[i] * cost_ms
-            for j in range(3):
-                self._gram[i][j] = _FADE * self._gram[i][j] + features[i] * features[j]
+            return 0.0
+        rows, sequences = timing.rows / timing.batches, timing.sequences / timing.batches
+        cost_ms, expected_ms = self._clipped(rows, sequences, timing.busy_s * 1e3 / timing.batches)
+        moment, gram = self._moment, self._gram
+        for i, (feature, products) in enumerate(
+            ((1.0, (1.0, rows, sequences)), (rows, (rows, rows * rows, rows * sequences)),
+             (sequences, (sequences, rows * sequences, sequences * sequences)))
+        ):  # fmt: skip
+            moment[i] = _FADE * moment[i] + feature * cost_ms
+            gram[i] = [_FADE * old + new for old, new in zip(gram[i], products, strict=True)]
         self.count += 1
         if self.count <= _SOLVE_EACH or self.count % _SOLVE_EVERY == 0:
             self._solution = None
+        return expected_ms * timing.batches
 
     def take_over(self, timing: Timing) -> None:
         """From these batches on, be what they took: for batches that cannot have been so fast by chance."""
@@ -84,22 +88,23 @@ class LatencyFit:
 
     def predict_ms(self, timing: Timing) -> float:
         """Of all the batches of a message."""
-        return self._predict([float(timing.batches), float(timing.rows), float(timing.sequences)])
+        base_ms, per_token_ms, per_sequence_ms = self.coefficients
+        return base_ms * timing.batches + per_token_ms * timing.rows + per_sequence_ms * timing.sequences
 
-    def _clipped(self, features: list[float], cost_ms: float) -> float:
-        """Limit how far one batch can pull; a lasting change moves the prediction itself."""
-        predicted_ms = self._predict(features)
+    def _clipped(self, rows: float, sequences: float, cost_ms: float) -> tuple[float, float]:
+        """Of one batch, and what it was expected to cost. Limits how far one batch can pull; a lasting change moves the
+        prediction itself.
+        """
+        base_ms, per_token_ms, per_sequence_ms = self.coefficients
+        expected_ms = predicted_ms = base_ms + per_token_ms * rows + per_sequence_ms * sequences
         excess = (cost_ms - predicted_ms) / max(predicted_ms, 1e-6)
         self._excess += 0.1 * (min(1.0, max(-1.0, excess)) - self._excess)
         if abs(self._excess) > 0.33:
+            predicted_ms *= 1.0 + self._excess
             self._rescale(1.0 + self._excess)
-            predicted_ms = self._predict(features)
         limit_ms = 0.25 * predicted_ms + 3.0 * self._spread_ms.value + 0.05
         self._spread_ms.add(min(abs(cost_ms - predicted_ms), 2.0 * limit_ms))
-        return min(max(cost_ms, predicted_ms - limit_ms), predicted_ms + limit_ms)
-
-    def _predict(self, features: list[float]) -> float:
-        return sum(c * f for c, f in zip(self.coefficients, features, strict=True))
+        return min(max(cost_ms, predicted_ms - limit_ms), predicted_ms + limit_ms), expected_ms
 
     def _rescale(self, factor: float) -> None:
         self._prior = [factor * coefficient for coefficient in self.coefficients]

@@ -13,7 +13,7 @@ FRESH_S, STALE_S = 0.25, 4.0
 """A plan is made anew when it is older than the first, if there is time, and in any case when older than the second."""
 
 MOST_PLANS = 512
-SHARE, MOST_SAVED_S = 0.03, 0.02
+SHARE, MOST_SAVED_S = 0.05, 0.02
 """Of the router's time that planning may take, and how much of it is saved up while there is nothing to plan."""
 
 

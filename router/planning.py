@@ -13,11 +13,11 @@ from functools import partial
 from kvstate.protocol import Profile, Speculation, Timing, Top
 from router.calibration import Trusting
 from router.checks import CheckSeen, ProposalsSeen
-from router.cooperation import Cooperation
-from router.expertise import Rates, with_rates
+from router.cooperation import Cooperation, Routed
+from router.expertise import with_rates
 from router.keys import EVERY, Context, Pair
 from router.learned import NOTHING, Learned
-from router.own_rates import Missing, OwnRates, Shifts, shifted
+from router.own_rates import Missing, OwnRates, shifted
 from router.plan import GROUP, Plan, members_of, split_cascade
 from router.plan_cache import PlanCache
 from router.planner import Found, Planner
@@ -87,6 +87,15 @@ class RequestObserver:
         return (TURNS_WAITED * self.planning.cooperation.turn_ms(drafters) + LEAST_WAIT_MS) / 1e3
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a plan depends on, besides the table."""
+
+    routed: Routed
+    missing: Missing
+    context: Context
+
+
 class Planning:
     """One per router; used on its event loop only."""
 
@@ -133,8 +142,8 @@ class Planning:
         if kind == "probe":
             self.table.observe_probe_timing(holder.model, holder.replica_id, timing, round_trip_s)
         elif kind != CATCH_UP:
-            self.replicas.observe(holder.replica_id, timing.busy_s * 1e3, self.table.expected_ms(holder.model, timing))
-            self.table.observe_timing(holder.model, holder.replica_id, timing, round_trip_s, keeps_step)
+            seen = (holder.model, holder.replica_id, timing, round_trip_s, keeps_step)
+            self.replicas.observe(holder.replica_id, timing.busy_s * 1e3, self.table.observe_timing(*seen))
         self._stats.add_step(holder.model, kind, timing)
 
     def drafted(self, model: str, num_asked: int, num_drafted: int, own: OwnRates) -> None:
@@ -217,12 +226,12 @@ class Planning:
         speculation: Speculation,
         own: OwnRates | None = None,
         missing: Missing = (),
-        in_use: Sequence[str] = (),
+        present: Plan = NO_PLAN,
     ) -> Plan:
         """The plan of the next round over models that hold the sequence (any order; the target is one).
 
         `own`: how the request differs from what the table says of its context; `missing`: what models that it could use
-        would have to compute before; `in_use`: drafters of its last round.
+        would have to compute before; `present`: that of its last round.
         """
         models = tuple(name for name in self._settings.models if name in holders)
         if speculation.mode == "off":
@@ -231,7 +240,7 @@ class Planning:
             return self._fixed(models, speculation.chain, speculation.windows)
         if self._settings.policy == "fixed":
             return self._fixed(models, self._settings.chain, self._settings.windows)
-        return self._adaptive(models, own or OwnRates(), missing, in_use)
+        return self._adaptive(models, own or OwnRates(), missing, present)
 
     def held(self, speculation: Speculation, own: OwnRates) -> tuple[str, ...]:
         """By which models a new request should be held: those that its plans may name."""
@@ -293,37 +302,30 @@ class Planning:
             return []
         return Planner(snapshot, self._settings.max_window, self._found).candidates(models)
 
-    def _adaptive(self, models: tuple[str, ...], own: OwnRates, missing: Missing, in_use: Sequence[str]) -> Plan:
-        """A request unlike all others goes by the plan of its context where there is no time for one of its own."""
+    def _adaptive(self, models: tuple[str, ...], own: OwnRates, missing: Missing, present: Plan) -> Plan:
+        """Where there is no time to plan, a request that has its own drafters goes on with its plan, the first one being
+        made in any case; others go by the plan of their context.
+        """
         snapshot, most = self.snapshot(own.context), self._settings.cooperate
-        routed = self.cooperation.route(models, snapshot, own, in_use, most)
-        models, groups = routed.models, routed.groups
-        missing = tuple((name, rows) for name, rows in missing if name in models)
-        key = (models, groups, routed.rates, routed.shifts, missing, own.context)
-        if key not in self._plans and not self._plans.has_time():
-            lacking = {name for name, _ in missing}
-            there = tuple(name for name in models if name == models[-1] or name not in lacking)
-            groups = tuple(g for g in groups if set(members_of(g)) <= set(there))
-            key = (there, groups, routed.rates, (), (), own.context)
-        return self._plans.get(key, partial(self._make, *key))
+        routed = self.cooperation.route(models, snapshot, own, present.drafters, most)
+        wanted = Wanted(routed, tuple(m for m in missing if m[0] in routed.models), own.context)
+        if wanted not in self._plans and not self._plans.has_time() and (present.chain or not routed.rates):
+            if routed.rates and {*present.drafters, present.chain[-1]} <= set(routed.models):
+                return present
+            lacking = {name for name, _ in missing if name != models[-1]}
+            wanted = Wanted(routed.without(lacking), (), own.context)
+        return self._plans.get(wanted, partial(self._make, wanted))
 
-    def _make(
-        self,
-        models: tuple[str, ...],
-        groups: tuple[str, ...],
-        rates: Rates,
-        shifts: Shifts,
-        missing: Missing,
-        context: Context,
-        present: Plan | None,
-    ) -> Plan:
-        seen = with_rates(shifted(self.snapshot(context), shifts, missing), rates)
-        for group in groups:
-            seen = self.cooperation.with_group(seen, group, models)
+    def _make(self, wanted: Wanted, present: Plan | None) -> Plan:
+        routed = wanted.routed
+        seen = with_rates(shifted(self.snapshot(wanted.context), routed.shifts, wanted.missing), routed.rates)
+        for group in routed.groups:
+            seen = self.cooperation.with_group(seen, group, routed.models)
         if len(self._found) > MOST_FOUND:
             self._found.clear()
         planner = Planner(seen, self._settings.max_window, self._found, self._settings.draft_ahead)
-        chosen = self._finished(planner, planner.choose((*groups, *models), present, self._slo_ms_per_token))
+        best = planner.choose((*routed.groups, *routed.alone), present, self._slo_ms_per_token)
+        chosen = self._finished(planner, best)
         self.plan_changes += present is not None and present.label != chosen.label
         return chosen
 

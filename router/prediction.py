@@ -101,14 +101,8 @@ class Prediction:
         draft = self._whole_draft(chain, window, None)
         check_ms = self._production(chain, plan.windows, None).time_ms - draft.time_ms
         guessed = prod(self._snapshot.draft_goes_on(chain[0], chain[1], window + 1))
-        return guessed * self._drafted_meanwhile_ms(chain[0], window, draft.time_ms, check_ms)
-
-    def _drafted_meanwhile_ms(self, drafter: str, window: int, draft_ms: float, check_ms: float) -> float:
-        """Of a round's draft, what is made during the check before it, where that accepts everything and its own token
-        is guessed. It is made position by position, each with the way there and back.
-        """
-        left_ms = max(0.0, (window + 1) * self._snapshot.models[drafter].call_ms(1.0) - check_ms)
-        return max(0.0, draft_ms - left_ms)
+        turn_ms = self._snapshot.models[chain[0]].call_ms(1.0)
+        return guessed * _meanwhile_ms(window, turn_ms, draft.time_ms, check_ms)
 
     def busy_ms(self, plan: Plan) -> float:
         """Of a replica's time, what a committed token takes of the model that it takes most of: where many requests
@@ -137,25 +131,25 @@ class Prediction:
     def by_window(self, chain: Chain, max_window: int) -> list[WindowTimes]:
         """For every window 1 … `max_window` of a chain of two, in one pass over the positions of the longest draft."""
         drafter, checker = (self._snapshot.models[name] for name in chain)
-        cost = self._check_cost(chain)
+        cost, join_ms = self._check_cost(chain), self._join_ms(Plan(chain, (1,), 0.0))
         goes_on = self._snapshot.draft_goes_on(chain[0], chain[1], max_window + 1)
         continues = map(max, self._snapshot.draft_continues(chain[0], max_window), goes_on)
-        join_ms = self._join_ms(Plan(chain, (1,), 0.0))
+        batch_ms, call_ms, most_ms = drafter.batch_ms(1.0), drafter.call_ms(1.0), checker.base_ms - checker.hop_ms
         times = []
-        accepted, reached, draft_ms = 1.0, 1.0, drafter.call_ms(1.0)
+        accepted, reached, draft_ms = 1.0, 1.0, call_ms
         num_drafted, ended, num_tokens = 0.0, 0.0, 1.0
         for window, (more_accepted, more_drafted) in enumerate(zip(goes_on, continues, strict=False), 1):
             if window > 1:
-                draft_ms += reached * drafter.batch_ms(1.0)
+                draft_ms += reached * batch_ms
             ended += accepted * min(1.0 - more_drafted, 1.0 - more_accepted)
-            accepted, reached = accepted * more_accepted, reached * more_drafted
-            num_drafted, num_tokens = num_drafted + reached, num_tokens + accepted
+            accepted *= more_accepted
+            reached *= more_drafted
+            num_drafted += reached
+            num_tokens += accepted
             check_ms = cost.of(num_drafted, ended + accepted)
-            meanwhile_ms = self._drafted_meanwhile_ms(chain[0], window, draft_ms, check_ms)
-            time_ms, hidden_ms = draft_ms + check_ms, accepted * goes_on[window] * meanwhile_ms
-            keeps_step = draft_ms + checker.hop_ms < checker.base_ms
-            in_turn, ahead = time_ms / num_tokens + join_ms, (time_ms - hidden_ms) / num_tokens + join_ms
-            times.append(WindowTimes(in_turn, ahead, keeps_step))
+            hidden_ms = accepted * goes_on[window] * _meanwhile_ms(window, call_ms, draft_ms, check_ms)
+            in_turn_ms = (draft_ms + check_ms) / num_tokens + join_ms
+            times.append(WindowTimes(in_turn_ms, in_turn_ms - hidden_ms / num_tokens, draft_ms < most_ms))
         return times
 
     def by_last_window(self, plan: Plan, max_window: int) -> list[float]:
@@ -249,3 +243,11 @@ class Prediction:
 
     def _join_ms(self, plan: Plan) -> float:
         return sum(self._snapshot.models[name].join_ms for name in (*plan.drafters, plan.chain[-1]))
+
+
+def _meanwhile_ms(window: int, turn_ms: float, draft_ms: float, check_ms: float) -> float:
+    """Of a round's draft, what is made during the check before it, where that accepts everything and its own token is
+    guessed. It is made position by position, each with the way there and back.
+    """
+    left_ms = max(0.0, (window + 1) * turn_ms - check_ms)
+    return max(0.0, draft_ms - left_ms)

@@ -40,7 +40,7 @@ from router.learned import NOTHING, Learned
 from router.links import Outbound, StepCalls
 from router.own_rates import Missing, OwnRates
 from router.plan import Plan
-from router.planning import Planning, RequestObserver
+from router.planning import NO_PLAN, Planning, RequestObserver
 from router.probing import ProbePlan
 from router.sequence import Holder, Limits, RunningSequence, TargetCounts
 from router.settings import RouterSettings
@@ -78,7 +78,7 @@ class Request:
     own: OwnRates
     counts: TargetCounts = field(default_factory=TargetCounts)
     chain: tuple[str, ...] = ()
-    drafters: tuple[str, ...] = ()
+    plan: Plan = NO_PLAN
     sequence: RunningSequence | None = None
     task: asyncio.Task[None] | None = None
     cut_len: int | None = None
@@ -378,8 +378,7 @@ class RouterCore:
             raise TargetLost(target)
         self.planning.is_overloaded, self.planning.table.num_open = self._is_overloaded, len(self._requests)
         speculation = request.message.speculation
-        plan = self.planning.plan(tuple(sequence.holders), speculation, own, missing, request.drafters)
-        request.drafters = plan.drafters
+        request.plan = plan = self.planning.plan(tuple(sequence.holders), speculation, own, missing, request.plan)
         request.chain = plan.label
         return plan
 

@@ -175,15 +175,16 @@ class RouterTable:
 
     def observe_timing(
         self, model: str, replica_id: str, timing: Timing, round_trip_s: float, keeps_step: bool = True
-    ) -> None:
-        """One reply: what its batches cost, and what the way there and back took besides them.
+    ) -> float:
+        """One reply: what its batches cost, and what the way there and back took besides them. Returns what they were
+        expected to cost, in ms, on a replica like all of the model's; 0 where there were none.
 
         `keeps_step`: as in the plan that the step belongs to.
         """
         if timing.batches <= 0:
-            return
+            return 0.0
         entry = self._models[model]
-        entry.fit.observe(timing)
+        expected_ms = entry.fit.observe(timing)
         weight = 1.0 / entry.sharing.value  # all that share a batch tell of it, so each counts that much less
         entry.sharing.add(timing.sequences / timing.batches, weight)
         entry.queue_ms.add(timing.queue_s * 1e3, weight)
@@ -192,10 +193,7 @@ class RouterTable:
         hop = entry.hops_ms.setdefault(replica_id, Ewma())
         hop_ms = _hop_ms(timing, round_trip_s)
         hop.add(hop_ms if hop.count < 5 else min(hop_ms, 3.0 * hop.value + 0.5))
-
-    def expected_ms(self, model: str, timing: Timing) -> float:
-        """What the batches of a reply take on a replica like all of the model's."""
-        return self._models[model].fit.predict_ms(timing)
+        return expected_ms
 
     def observe_probe_timing(self, model: str, replica_id: str, timing: Timing, round_trip_s: float) -> None:
         """A probe runs beside a round and may share processors with it, as no step of a chain does: it can show that a

@@ -4,6 +4,7 @@ It knows messages only: whatever the router comes to send, it is carried. Use in
 """
 
 import asyncio
+import itertools
 from functools import partial
 
 from benchmarks.joined import JoinedCores
@@ -13,13 +14,18 @@ from benchmarks.simulation.replica import SimulatedReplica
 from kvstate.protocol import Message
 from router.driver import RoundDriver
 
+PLAN_S = 1e-3
+"""What a plan is taken to cost the router, which has a share of its time for them (router/plan_cache.py): its work
+clock is read before and after each.
+"""
+
 
 class SimulatedCluster(JoinedCores):
     """Serves from its making on."""
 
     def __init__(self, profile: Profile, driver: type[RoundDriver] = RoundDriver) -> None:
-        now = asyncio.get_running_loop().time
-        super().__init__([m.name for m in profile.models], profile.settings, now, lambda: 0.0, driver)
+        now, work_s = asyncio.get_running_loop().time, itertools.count(step=PLAN_S)
+        super().__init__([m.name for m in profile.models], profile.settings, now, work_s.__next__, driver)
         self._replicas: dict[str, SimulatedReplica] = {}
         self._to_replica: dict[str, Link] = {}
         self._from: dict[str, Link] = {}

@@ -138,8 +138,8 @@ def test_keys_at_or_below_the_last_are_stale() -> None:
 def test_a_step_overtaken_by_a_commit_is_stale() -> None:
     state = opened([1, 2])
     apply_commit(state, commit(2, [3, 4]))
-    assert accept_step(state, draft((1, 1), 2, 2, [9])) == Stale()  # a guess that lost
-    assert accept_step(state, draft((1, 2), 2, 2, [3])) == Stale()  # would guess what is known
+    assert accept_step(state, draft((1, 1), 2, 2, [9])) == Stale(Need(1, Key(1, 1), 4))  # a guess that lost
+    assert accept_step(state, draft((1, 2), 2, 2, [3])) == Stale(Need(1, Key(1, 2), 4))  # would guess what is known
     assert state.tokens == [1, 2, 3, 4]
     assert accept_step(state, draft((1, 3), 2, 2, [3, 4, 5])) == Ready(0)
     assert (state.tokens, state.committed_len) == ([1, 2, 3, 4, 5], 4)

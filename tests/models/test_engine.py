@@ -512,8 +512,29 @@ def test_commit_that_overtakes_a_draft_keeps_its_tokens() -> None:
     for _ in range(11):  # the prefill takes 9
         replica.engine.step()
     text = [*PROMPT, *b"zy"]
-    assert replica.send(Commit(1, 1, len(PROMPT), tuple(b"zy"))) == [Acked(1, len(text), len(PROMPT))]
+    acked, need = replica.send(Commit(1, 1, len(PROMPT), tuple(b"zy")))
+    assert acked == Acked(1, len(text), len(PROMPT))
+    assert need == Need(1, Key(1, 0), len(text))
     assert list(replica.ask(Drafted, draft(1, 2, text, len(text), 3)).tokens) == target_text(text, 3)
+
+
+@pytest.mark.parametrize("committed", [b"zy", b"z", b""])
+def test_probe_that_overtakes_a_draft_ends_it_where_its_tokens_lost(committed: bytes) -> None:
+    """A drafter is ahead of a round that ended otherwise; the probe brings what was committed."""
+    replica = Replica(max_rows=4)
+    replica.engine.submit("router", [opening(), draft(1, 1, PROMPT, len(PROMPT), 6)])
+    for _ in range(11):
+        replica.engine.step()
+    text = [*PROMPT, *committed]
+    replies = replica.send(Probe(1, Key(1, 2), len(text), len(PROMPT), tuple(committed), 2))
+    (probed,) = [reply for reply in replies if isinstance(reply, Probed)]
+    assert probed.key == Key(1, 2)
+    others = [reply for reply in replies if reply is not probed]
+    if committed:
+        assert others == [Need(1, Key(1, 0), len(text))]
+    else:
+        assert [(type(reply), len(reply.tokens)) for reply in others if isinstance(reply, Drafted)] == [(Drafted, 6)]
+    assert list(replica.ask(Drafted, draft(1, 3, text, len(text), 3)).tokens) == target_text(text, 3)
 
 
 def test_a_message_that_no_honest_peer_sends_costs_one_sequence() -> None:

@@ -347,7 +347,7 @@ def test_a_commit_of_another_token_before_the_tree_overtakes_it() -> None:
     client.open(prompt, Sampling())
     tree = Check(1, Key(1, 1), 18, 18, (text[0] + 1, 3, 4), 2, parents=(-1, -1))
     replies = client.send(tree, Commit(1, 1, 18, (text[0],)))
-    assert [type(reply) for reply in replies] == [Acked]
+    assert [type(reply) for reply in replies] == [Acked, Need]
     client.step = 2
     assert client.check([*prompt, text[0]], (0, text[1]), (-1, -1)).path == (1,)
 
