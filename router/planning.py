@@ -303,7 +303,7 @@ class Planning:
         return Planner(snapshot, self._settings.max_window, self._found).candidates(models)
 
     def _adaptive(self, models: tuple[str, ...], own: OwnRates, missing: Missing, present: Plan) -> Plan:
-        """Where there is no time to plan, a request that has its own drafters goes on with its plan, the first one being
+        """Where there is no time to plan, a request that has its own drafters goes on with its plan, the first being
         made in any case; others go by the plan of their context.
         """
         snapshot, most = self.snapshot(own.context), self._settings.cooperate
