@@ -33,7 +33,7 @@ from router.service import RouterCore
 from router.settings import RouterSettings
 
 AUTO = Speculation()
-TICK_S, TICKS_PER_REPORT = 0.05, 20
+TICK_S = 0.05
 
 
 class RequestFailed(Exception):
@@ -75,6 +75,9 @@ class JoinedCores(ABC):
 
     Implements the router's `Outbound`.
     """
+
+    ticks_per_report = 1
+    """Heartbeats at each tick: threads that hog the interpreter can keep the loop from ticking for seconds."""
 
     def __init__(
         self,
@@ -160,7 +163,7 @@ class JoinedCores(ABC):
         """Heartbeats, without which the coordinator would take replicas for lost, and what it does by time."""
         for number in itertools.count(1):
             await asyncio.sleep(TICK_S)
-            if number % TICKS_PER_REPORT == 0:
+            if number % self.ticks_per_report == 0:
                 for replica_id, engine in list(self.engines.items()):
                     self._from_replica(replica_id, engine.report())
             with self.others:

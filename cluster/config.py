@@ -35,6 +35,8 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown_keys(cls, data: object) -> object:
+        if data is None:  # a section with nothing under it
+            return {}
         if isinstance(data, Mapping):
             for key in data:
                 if key not in cls.model_fields:

@@ -70,14 +70,21 @@ def _check_chain_names(config: "AppConfig", chain: tuple[str, ...]) -> None:
                 raise ConfigError(
                     f"router.chain[{index}]", f"no model {name!r}; nearest valid name: {nearest(name, levels)}"
                 )
-            if index and levels[name] <= levels[members_of(chain[index - 1])[0]]:
-                raise ConfigError(
-                    f"router.chain[{index}]", f"{name} must come before {chain[index - 1]}: cheapest first"
-                )
+            if index and (fault := order_fault(members_of(chain[index - 1])[0], name, levels)) is not None:
+                raise ConfigError(f"router.chain[{index}]", fault)
         if (fault := group_fault(names, levels, is_first=index == 0)) is not None:
             raise ConfigError(f"router.chain[{index}]", fault)
     if not chain or chain[-1] != config.target.name:
         raise ConfigError("router.chain", f"must end with the target, {config.target.name}")
+
+
+def order_fault(before: str, name: str, levels: Mapping[str, int]) -> str | None:
+    """Why `name` cannot follow `before` in a chain, and what to do; None if it can."""
+    if levels[name] > levels[before]:
+        return None
+    if levels[name] == levels[before]:
+        return f"{before} and {name} are of one level: name one of them, or both as a list first in the chain"
+    return f"{name} must come before {before}: cheapest first"
 
 
 def group_fault(names: Sequence[str], levels: Mapping[str, int], *, is_first: bool) -> str | None:
@@ -100,6 +107,10 @@ def _check_levels(config: "AppConfig") -> None:
         if level < level_before:
             reason = f"{name} has level {level} after {before} with level {level_before}; list the cheapest first"
             raise ConfigError(f"models[{index}].level", reason)
+    (name, level), (target, target_level) = levels[-2:] if len(levels) > 1 else (("", 0), levels[-1])
+    if level == target_level:
+        reason = f"{name} has level {level}, as the target {target}: give it a lower one, or remove it"
+        raise ConfigError(f"models[{len(levels) - 2}].level", reason)
 
 
 def _check_target(config: "AppConfig") -> None:

@@ -14,6 +14,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from cluster.config import AnyModel, AppConfig, EmulatedModel, TransformersModel, parse_config, parse_emulate
+from cluster.config_errors import ConfigError
 from cluster.dialer import Dialer
 from cluster.stream import Stream
 from cluster.transport import serve as serve_streams
@@ -103,13 +104,19 @@ class ModelReplica:
         return {name: getattr(stats, name) for name in stats.__slots__}
 
     def reconfigure(self, user_config: Mapping[str, object]) -> None:
-        """`emulate:` values changed while it runs."""
+        """`emulate:` values changed while it runs. Wrong ones are logged and change nothing: a replica that failed for
+        them would be taken down.
+        """
         if not user_config:
             return
         assert isinstance(self._backend, EmulatedBackend), "only emulated models have a user_config"
         assert isinstance(self._model, EmulatedModel)
         values = {**self._model.emulate.model_dump(), **user_config}
-        spec = emulate_spec(parse_emulate(values, self._model.name, self._is_target))
+        try:
+            spec = emulate_spec(parse_emulate(values, self._model.name, self._is_target))
+        except ConfigError as error:
+            log.error("user_config of %s is not taken over: %s", self._model.name, error)  # noqa: TRY400
+            return
         backend = self._backend
         self._engine.control(lambda: backend.update(spec))
 

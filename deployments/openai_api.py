@@ -5,12 +5,13 @@ A field of OpenAI's API that is not served yet is refused by name, never ignored
 
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cluster.config import AppConfig
-from cluster.config_rules import group_fault
+from cluster.config_rules import group_fault, order_fault
 from router.plan import GROUP, members_of, split_cascade
 
 NOT_SERVED = frozenset(
@@ -248,15 +249,19 @@ def _check_speculation(wish: SpeculationBody, config: AppConfig) -> None:
     first, tail = split_cascade(wish.elements[0]) if wish.chain else ("", None)
     elements = [*([tail] if tail else []), first, *wish.elements[1:]]
     chain = [name for element in elements for name in members_of(element)]
-    if chain[-1] != names[-1] or any(name not in names for name in chain):
-        raise ApiError(
-            400, f"speculation.chain must end with {names[-1]!r} and name models of {names}", "speculation.chain"
-        )
+    unknown = [name for name in chain if name not in names]
+    if chain[-1] != names[-1] or unknown:
+        which = f"; there is no {unknown[0]!r}" if unknown else ""
+        fix = f"speculation.chain must end with {names[-1]!r} and name models of {names}{which}"
+        raise ApiError(400, fix, "speculation.chain")
     for place, element in enumerate(elements):
         fault = group_fault(members_of(element), levels, is_first=place == (tail is not None))
         if fault is not None:
             raise ApiError(400, f"speculation.chain: {fault}", "speculation.chain")
     first_levels = [levels[members_of(element)[0]] for element in elements]
+    for before, name in pairwise(members_of(element)[0] for element in elements):
+        if name != before and levels[name] == levels[before]:
+            raise ApiError(400, f"speculation.chain: {order_fault(before, name, levels)}", "speculation.chain")
     if sorted(set(first_levels)) != first_levels or (tail and len(wish.chain) == 1):
         raise ApiError(400, "speculation.chain must go from cheapest to target, each once", "speculation.chain")
     if wish.windows and len(wish.windows) != len(wish.chain) - 1:

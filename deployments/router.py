@@ -66,6 +66,7 @@ class Router:
         self._replicas: dict[str, Dialer] = {}
         self._stopping: set[asyncio.Task[None]] = set()
         self._outdated: RefusedError | None = None
+        self._refused_change: str | None = None
         memory = Memory(memory_path(config)) if config.router.remember else None
         learned = NOTHING if memory is None else await asyncio.to_thread(memory.read)
         self._core = RouterCore(settings_of(config), self, generation=generation, learned=learned)
@@ -84,8 +85,8 @@ class Router:
         return os.getpid()
 
     async def table(self) -> dict[str, object]:
-        """GET /router/table."""
-        return self._core.table()
+        """GET /router/table. `refused_change`: why the last change of settings was not taken over, if it was not."""
+        return {**self._core.table(), "refused_change": self._refused_change}
 
     async def can_serve(self) -> bool:
         return self._core.can_serve
@@ -98,9 +99,11 @@ class Router:
         """`router:` values changed while it runs. Wrong ones are logged and change nothing: a router that failed for
         them would take the app with it.
         """
+        self._refused_change = None
         try:
             self._core.change(changed_settings(self._data, user_config))
         except ConfigError as error:
+            self._refused_change = str(error)
             log.error("user_config of the Router is not taken over: %s", error)  # noqa: TRY400
 
     def check_health(self) -> None:

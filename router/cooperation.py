@@ -155,9 +155,12 @@ class Cooperation:
         """A request."""
         for names in alternatives(models, snapshot.models):
             base, evidence = _evidence(names, models[-1], snapshot, own)
-            level = snapshot.models[names[0]].level
-            self._subjects[level].learn(base, evidence, own.words)
-            self._given[level].forget(id(own))
+            self._subjects[snapshot.models[names[0]].level].learn(base, evidence, own.words)
+
+    def forget(self, own: OwnRates) -> None:
+        """A request that is no more."""
+        for given in self._given.values():
+            given.forget(id(own))
 
     def turn(self, drafters: Sequence[str], seconds: float) -> None:
         """What one position took that these drafted together."""

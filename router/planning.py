@@ -217,6 +217,7 @@ class Planning:
         models = [name for name in self._settings.models if name in snapshot.models]
         if models:
             self.cooperation.ended(own, snapshot, models)
+        self.cooperation.forget(own)
 
     # ------------------------------------------------------------------------------------------------------ choosing
 
@@ -294,13 +295,17 @@ class Planning:
             self._snapshots[context] = (snapshot, now)
         return snapshot
 
-    def candidates(self) -> list[Plan]:
-        """Every chain of the models known so far with its best windows, fastest first."""
-        snapshot = self.snapshot()
-        models = [name for name in self._settings.models if name in snapshot.models]
+    def overview(self) -> tuple[Plan, list[Plan]]:
+        """The plan of a request without a wish of its own, and every chain of the models known so far, of drafters that
+        draft together too, with its best windows, fastest first; none while there is no target.
+        """
+        own, models = OwnRates(), tuple(name for name in self._settings.models if name in self.snapshot().models)
         if self._settings.target not in models:
-            return []
-        return Planner(snapshot, self._settings.max_window, self._found).candidates(models)
+            return NO_PLAN, []
+        plan = self.plan(models, Speculation(), own)
+        routed = self.cooperation.route(models, self.snapshot(), own, (), self._settings.cooperate)
+        self.cooperation.forget(own)
+        return plan, self._planner(Wanted(routed, (), own.context)).candidates((*routed.groups, *models))
 
     def _adaptive(self, models: tuple[str, ...], own: OwnRates, missing: Missing, present: Plan) -> Plan:
         """Where there is no time to plan, a request that has its own drafters goes on with its plan, the first being
@@ -317,17 +322,20 @@ class Planning:
         return self._plans.get(wanted, partial(self._make, wanted))
 
     def _make(self, wanted: Wanted, present: Plan | None) -> Plan:
+        planner = self._planner(wanted)
+        best = planner.choose((*wanted.routed.groups, *wanted.routed.alone), present, self._slo_ms_per_token)
+        chosen = self._finished(planner, best)
+        self.plan_changes += present is not None and present.label != chosen.label
+        return chosen
+
+    def _planner(self, wanted: Wanted) -> Planner:
         routed = wanted.routed
         seen = with_rates(shifted(self.snapshot(wanted.context), routed.shifts, wanted.missing), routed.rates)
         for group in routed.groups:
             seen = self.cooperation.with_group(seen, group, routed.models)
         if len(self._found) > MOST_FOUND:
             self._found.clear()
-        planner = Planner(seen, self._settings.max_window, self._found, self._settings.draft_ahead)
-        best = planner.choose((*routed.groups, *routed.alone), present, self._slo_ms_per_token)
-        chosen = self._finished(planner, best)
-        self.plan_changes += present is not None and present.label != chosen.label
-        return chosen
+        return Planner(seen, self._settings.max_window, self._found, self._settings.draft_ahead)
 
     @property
     def _slo_ms_per_token(self) -> float | None:

@@ -11,7 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from kvstate.protocol import (
     Admit,
@@ -228,7 +228,8 @@ class RouterCore:
 
     def table(self) -> dict[str, object]:
         """GET /router/table."""
-        return {"generation": self._generation, **explain(self.planning, self.members, self.can_serve)}
+        shown = explain(self.planning, self.members, self.can_serve)
+        return {"generation": self._generation, "settings": asdict(self._settings), **shown}
 
     # --------------------------------------------------------------------------------------------------- one request
 
@@ -477,4 +478,5 @@ class RouterCore:
 def _too_late(request: Request) -> Refused:
     if request.sequence is None:
         return Refused(503, "no target replica had room before the deadline", RETRY_AFTER_S)
-    return Refused(408, "the request's deadline passed")
+    limit = f"{request.message.deadline_s:g} s"
+    return Refused(408, f"not done within its deadline of {limit}: ask for fewer tokens, or raise http.deadline_s")

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from kvstate.protocol import Member, Speculation
+from kvstate.protocol import Member
 from router.keys import EVERY, Context, Pair
 from router.plan import Plan, stated
 from router.planning import Planning
@@ -15,12 +15,12 @@ def explain(planning: Planning, members: Sequence[Member], can_serve: bool) -> d
     rows = as_rows(planning.table)
     for row in rows["models"]:
         row["replicas"] = [_replica_row(member, planning) for member in members if member.info.model == row["name"]]
-    plan = planning.plan(planning.table.models, Speculation()) if can_serve else Plan((), (), 0.0)
+    plan, candidates = planning.overview()
     return {
-        "chain": [stated(element) for element in plan.label],
-        "windows": plan.windows,
+        "chain": [stated(element) for element in plan.label] if can_serve else [],
+        "windows": plan.windows if can_serve else [],
         **rows,
-        "candidates": [_candidate_row(planning, candidate) for candidate in planning.candidates()],
+        "candidates": [_candidate_row(planning, candidate) for candidate in candidates],
         "explore_share": planning.explore_share,
     }
 

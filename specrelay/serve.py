@@ -5,6 +5,7 @@ starts, then the deployments. Whatever is refused on the way ends with nothing r
 """
 
 import json
+import re
 import shlex
 import time
 from collections.abc import Iterator
@@ -109,12 +110,16 @@ def cause_of(status: ApplicationStatusOverview) -> str:
     return last_error_line(messages[0])
 
 
+_EXCEPTION = re.compile(r"([A-Za-z_]\w*\.)+[A-Z]\w*|[A-Z]\w*(Error|Exception)")
+"""As tracebacks name one: with its module, where it is not built in."""
+
+
 def last_error_line(message: str) -> str:
     """`models.weights.WeightsError: no such folder` at the end of a traceback → `no such folder`."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     for line in reversed(lines):
         kind, separator, text = line.partition(": ")
-        if separator and kind.replace(".", "").replace("_", "").isalnum() and kind[0].isalpha() and "Error" in kind:
+        if separator and _EXCEPTION.fullmatch(kind):
             return text
     return lines[-1] if lines else "the app failed to start; see Ray's logs"
 

@@ -26,7 +26,7 @@ def _models(table: dict[str, Any]) -> Table:
     rows = []
     for model in table.get("models", []):
         latency = [_number(model.get(key)) for key in ("base_ms", "per_token_ms", "per_sequence_ms")]
-        first = [model.get("name"), model.get("level"), *latency, model.get("queue")]
+        first = [model.get("name"), model.get("level"), *latency, _number(model.get("queue"))]
         replicas = [_replica(replica) for replica in model.get("replicas", [])] or [
             ["none", "", "", "", "[red]no[/red]"]
         ]

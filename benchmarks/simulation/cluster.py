@@ -23,6 +23,8 @@ clock is read before and after each.
 class SimulatedCluster(JoinedCores):
     """Serves from its making on."""
 
+    ticks_per_report = 20
+
     def __init__(self, profile: Profile, driver: type[RoundDriver] = RoundDriver) -> None:
         now, work_s = asyncio.get_running_loop().time, itertools.count(step=PLAN_S)
         super().__init__([m.name for m in profile.models], profile.settings, now, work_s.__next__, driver)

@@ -271,3 +271,30 @@ def test_yaml_switches_of_compile(tmp_path: Path) -> None:
     path.write_text("models: [{name: t, kind: transformers, source: org/model, compile: off}]")
     config: AppConfig = load_config(path)
     assert config.target.model_dump()["compile"] == "off"
+
+
+def test_a_section_with_nothing_under_it_is_the_default() -> None:
+    data = _data()
+    data["router"] = None
+    assert parse_config(data, "app").router == parse_config({**data, "router": {}}, "app").router
+
+
+def test_a_drafter_on_the_targets_level_is_refused() -> None:
+    data = _data()
+    last = len(data["models"]) - 1
+    data["models"][last - 1]["level"] = data["models"][last]["level"] = 7
+    error = _refusal(data)
+    assert error.path == f"models[{last - 1}].level"
+    assert "give it a lower one" in error.reason
+
+
+def test_two_of_one_level_in_a_chain_are_told_to_be_a_group() -> None:
+    data = _data()
+    names = [model["name"] for model in data["models"]]
+    for model in data["models"][:2]:
+        model["level"] = 1
+    data["router"] = {"policy": "fixed", "chain": [*names[:2], names[-1]]}
+    error = _refusal(data)
+    assert error.path == "router.chain[1]"
+    assert "of one level" in error.reason
+    assert "as a list" in error.reason

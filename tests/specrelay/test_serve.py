@@ -15,6 +15,8 @@ models.loading.VocabularyError: small and big disagree at token 7: give them one
     [
         (TRACEBACK, "small and big disagree at token 7: give them one tokenizer"),
         (TRACEBACK + "\nSee the logs: /tmp/ray", "small and big disagree at token 7: give them one tokenizer"),
+        ("a\nmodels.loading.UnsupportedModel: layers: 40 is not within its 30", "layers: 40 is not within its 30"),
+        ("Traceback (most recent call last):\nKeyError: 'x'", "'x'"),
         ("Deployment could not be placed", "Deployment could not be placed"),
         ("", "the app failed to start; see Ray's logs"),
     ],
