@@ -261,7 +261,8 @@ def test_case_24_a_killed_drafter_changes_no_text(app: App) -> None:
 
 
 def test_a_killed_coordinator_changes_no_text_and_holders_converge(app: App) -> None:
-    body = {"model": app.config.name, "prompt": PROMPT, "max_tokens": 900, "stream": True, "speculation": {"mode": "auto"}}
+    body = {"model": app.config.name, "prompt": PROMPT, "max_tokens": 900, "stream": True}
+    body["speculation"] = {"mode": "auto"}
     converged: list[bool] = []
 
     def kill_and_watch() -> None:
