@@ -3,11 +3,13 @@
 Processor time is that of the router's own code, in the simulation's one thread; whatever else runs there is taken out.
 """
 
+import asyncio
 import os
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from timeit import timeit
 
 from benchmarks.experts import EXPERT, SUBJECTS, TARGET, WEAK, prompt_of
 from benchmarks.joined import Output
@@ -15,12 +17,19 @@ from benchmarks.report import Report
 from benchmarks.simulation.clock import run
 from benchmarks.simulation.cluster import SimulatedCluster
 from benchmarks.simulation.links import LinkSpec
-from benchmarks.simulation.profile import ModelProfile, Profile, make_profile
+from benchmarks.simulation.profile import ModelProfile, make_profile
+from benchmarks.simulation.profile import Profile as SimulatedProfile
 from benchmarks.simulation.traffic import Request, streams
+from kvstate.protocol import Admit, Admitted, Member, Members, Message, OpenRequest, Profile, ReplicaInfo, Sampling
 from models.emulated import EmulateSpec
+from router.service import RouterCore
 
 DRAFTERS = (1, 2, 4, 8, 16, 32, 64)
 STREAMS, PER_STREAM, TOKENS = 16, 8, 64
+LARGE, NUM_AT_ONCE = (16, 48, 232), 2000
+"""Drafters, replicas of each and of the target; requests that come together, to a router that knows nothing."""
+
+NUM_OPENED = 200
 LINK = LinkSpec(0.35)
 TARGET_SPEC = EmulateSpec(agreement=1.0, errors="own", base_ms=45.0, per_token_ms=0.2)
 
@@ -44,7 +53,7 @@ class Served:
         return f"{per_request:.0f} ms, {per_hop:.0f} µs of {self.hops / len(self.results):.0f} hops"
 
 
-def profile_of(num_drafters: int, drafter_replicas: int = 1, target_replicas: int = 1) -> Profile:
+def profile_of(num_drafters: int, drafter_replicas: int = 1, target_replicas: int = 1) -> SimulatedProfile:
     """The i-th drafter is an expert in the i-th subject, in turn."""
     drafters = [
         ModelProfile(f"drafter-{i}", _drafter(SUBJECTS[i % len(SUBJECTS)]), 1, drafter_replicas, LINK)
@@ -63,16 +72,20 @@ def scale(report: Report) -> None:
         for number, served in zip(DRAFTERS, pool.map(_with_drafters, DRAFTERS), strict=True):
             report.add(f"scale, drafters per verifier {number}", f"{served.tokens_per_s:.0f} tokens/s")
             report.add("  router's processor time a request", served.cpu)
-    served = run(_served(profile_of(16, 48, 232), 2000, 1, 0))
-    report.add("scale, 1,000 replicas, 2,000 requests", f"{served.tokens_per_s:.0f} tokens/s")
+    served = run(_served(profile_of(*LARGE), NUM_AT_ONCE, 1, 0))
+    report.add(f"scale, 1,000 replicas, {NUM_AT_ONCE:,} requests at once", f"{served.tokens_per_s:,.0f} tokens/s")
     report.add("  router's processor time a request", served.cpu)
+    for number in (100, 1_000, 10_000):
+        told_ms, opened_ms = run(_without_replicas(number))
+        report.add(f"scale, router alone, {number:,} replicas", f"{opened_ms:.2f} ms to open a request")
+        report.add("  when it is told who is there, each second", f"{told_ms:.1f} ms")
 
 
 def _with_drafters(number: int) -> Served:
     return run(_served(profile_of(number), STREAMS, PER_STREAM, PER_STREAM))
 
 
-async def _served(profile: Profile, number: int, per_stream: int, warming: int) -> Served:
+async def _served(profile: SimulatedProfile, number: int, per_stream: int, warming: int) -> Served:
     cluster = SimulatedCluster(profile)
 
     def make(title: str, nth: int) -> Request:
@@ -85,6 +98,57 @@ async def _served(profile: Profile, number: int, per_stream: int, warming: int) 
     after_s, after_hops = _router_s(cluster), _hops(cluster)
     await cluster.close()
     return Served(results, after_s - before_s, after_hops - before_hops)
+
+
+async def _without_replicas(number: int) -> tuple[float, float]:
+    """Of the router with nobody behind the names: ms to take in a membership, ms from a request to its first steps."""
+    profile, sink = profile_of(16), Sink()
+    router = RouterCore(profile.settings, sink, generation=1)
+    names = [m.name for m in profile.models]
+    replicas = [(f"{name}#{i}", name) for i in range(number // len(names) + 1) for name in names][:number]
+    members = Members(tuple(_member(replica_id, name) for replica_id, name in replicas))
+    router.on_coordinator(members)
+    for replica_id, _ in replicas:
+        router.replica_connected(replica_id)
+    told_s = timeit(lambda: router.on_coordinator(members), number=5) / 5
+    began_s = time.thread_time()
+    for nth in range(NUM_OPENED):
+        prompt = tuple(prompt_of("opened", nth).encode())
+        router.on_ingress("ingress", OpenRequest(str(nth), prompt, Sampling(), TOKENS, (), 1e6))
+        await asyncio.sleep(0.0)
+        admit = sink.admits.pop()
+        holders = {name: admit.preferred.get(name, (f"{name}#0",))[0] for name in admit.models}
+        router.on_coordinator(Admitted(admit.seq, holders))
+        for _ in range(3):
+            await asyncio.sleep(0.0)
+    opened_s = time.thread_time() - began_s
+    await router.close()
+    return told_s * 1e3, opened_s * 1e3 / NUM_OPENED
+
+
+def _member(replica_id: str, model: str) -> Member:
+    info = ReplicaInfo(replica_id, model, "here", "nowhere:1", "bytes", 4096, 16, 1 << 16, Profile(3.0))
+    return Member(info, up=True, sequences=0, free_blocks=1 << 16)
+
+
+class Sink:
+    """An `Outbound` that keeps what asks for room and drops everything else."""
+
+    def __init__(self) -> None:
+        self.admits: list[Admit] = []
+
+    def to_replica(self, replica_id: str, message: Message) -> bool:
+        del replica_id, message
+        return True
+
+    def to_coordinator(self, message: Message) -> bool:
+        if isinstance(message, Admit):
+            self.admits.append(message)
+        return True
+
+    def to_ingress(self, ingress_id: str, message: Message) -> bool:
+        del ingress_id, message
+        return True
 
 
 def _router_s(cluster: SimulatedCluster) -> float:
