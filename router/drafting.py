@@ -62,6 +62,11 @@ class _Block:
     num_committed: int = 0
 
     @property
+    def first(self) -> int:
+        """Where its first position that is open stands in the text."""
+        return self.start_len + len(self.context) + self.num_committed
+
+    @property
     def open(self) -> list[Fused]:
         return self.positions[self.num_committed :]
 
@@ -92,7 +97,7 @@ class Drafters:
         """
         made, element, count = Made(), plan.chain[0], min(plan.windows[0], room)
         names = self._present(element)
-        block = await self._taken_over(element, count)
+        block = await self._taken_over(element, context, count)
         if block is not None or len(names) > 1:
             block = block or self._block(element, context, count, plan.stop_below)
             await self._turns(block, names)
@@ -136,12 +141,12 @@ class Drafters:
     def _block(self, element: str, context: Sequence[int], goal: int, stop_below: float) -> _Block:
         return _Block(element, len(self._steps.sequence.tokens), context, goal, stop_below)
 
-    async def _taken_over(self, element: str, count: int) -> _Block | None:
-        """The block drafted ahead by the same drafters, with `count` positions if they go on to that many."""
+    async def _taken_over(self, element: str, context: Sequence[int], count: int) -> _Block | None:
+        """The block that the same drafters drafted ahead at this place, with `count` positions if there are so many."""
         if self._ahead is None:
             return None
         (block, task), self._ahead = self._ahead, None
-        if block.element != element:
+        if block.element != element or block.first != len(self._steps.sequence.tokens) + len(context):
             task.cancel()
             return None
         block.goal = block.num_committed + count
@@ -216,8 +221,8 @@ class Drafters:
     async def _answers(self, asked: "dict[str, asyncio.Future[StepReply | None]]") -> dict[str, Drafted]:
         if asked:
             await asyncio.wait(asked.values(), timeout=self._observer.turn_deadline_s(tuple(asked)))
-        while not (done := _answered(asked)) and not all(future.done() for future in asked.values()):
-            await asyncio.wait(asked.values(), return_when=asyncio.FIRST_COMPLETED)
+        while not (done := _answered(asked)) and (left := [f for f in asked.values() if not f.done()]):
+            await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)  # each ends with its step, at the latest
         return done
 
     def _asked(self, names: Sequence[str], block: _Block) -> dict[str, asyncio.Future[StepReply | None]]:
@@ -234,6 +239,7 @@ class Drafters:
         """A member that is late is waited for no longer, but what its reply tells is still heard."""
         if not future.done():
             self._late[name] = future
+            future.add_done_callback(_heard)
             self._skipped[name] = self._to_skip[name] = min(MOST_SKIPPED, 2 * self._skipped.get(name, 0) or 1)
         elif isinstance(lost := future.exception(), ReplicaLost):
             self._steps.sequence.forget(lost.replica_id)
@@ -250,6 +256,12 @@ class Drafters:
             if (late := self._late.pop(name, None)) is not None:
                 late.cancel()  # the next step of this member replaces it
         return chosen
+
+
+def _heard(late: "asyncio.Future[StepReply | None]") -> None:
+    """Nobody waits for it: that its replica was lost is told by the next step there."""
+    if not late.cancelled():
+        late.exception()
 
 
 def _answered(asked: dict[str, asyncio.Future[StepReply | None]]) -> dict[str, Drafted]:

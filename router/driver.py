@@ -115,6 +115,7 @@ class RoundDriver:
         """Tokens of the target's verdict: accepted ones and its own."""
         chain, windows = plan.chain, plan.windows
         if len(chain) == 1:
+            self._drafters.stop()
             return (await self._verified(chain[0], [], 0))[0]
         held: list[list[int]] = [[] for _ in chain]
         origins: list[list[Origin]] = [[] for _ in chain]

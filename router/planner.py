@@ -79,7 +79,7 @@ class Planner:
         if len(plan.chain) == 1:
             return plan
         row_ms = self._snapshot.models[plan.chain[1]].row_ms
-        stop_below = row_ms / self.predict(plan.chain[:2], plan.windows[:1], plan.tail)
+        stop_below = row_ms / max(1e-9, self.predict(plan.chain[:2], plan.windows[:1], plan.tail))
         tail = plan.tail
         if tail is not None:
             right = 1.0

@@ -237,19 +237,23 @@ class Planning:
         models = tuple(name for name in self._settings.models if name in holders)
         if speculation.mode == "off":
             return Plan((models[-1],), (), 0.0)
-        if speculation.mode == "fixed":
-            return self._fixed(models, speculation.chain, speculation.windows)
-        if self._settings.policy == "fixed":
-            return self._fixed(models, self._settings.chain, self._settings.windows)
+        if (fixed := self._fixed_by(speculation)) is not None:
+            return self._fixed(models, *fixed)
         return self._adaptive(models, own or OwnRates(), missing, present)
+
+    def _fixed_by(self, speculation: Speculation) -> tuple[Sequence[str], Sequence[int]] | None:
+        """Chain and windows, where they are not planned."""
+        if speculation.mode == "fixed":
+            return speculation.chain, speculation.windows
+        return (self._settings.chain, self._settings.windows) if self._settings.policy == "fixed" else None
 
     def held(self, speculation: Speculation, own: OwnRates) -> tuple[str, ...]:
         """By which models a new request should be held: those that its plans may name."""
         if speculation.mode == "off":
             return (self._settings.target,)
-        if speculation.mode == "fixed":
-            first, tail = split_cascade(speculation.chain[0])
-            named = {*members_of(first), tail, *speculation.chain[1:], self._settings.target}
+        if (fixed := self._fixed_by(speculation)) is not None:
+            first, tail = split_cascade(fixed[0][0])
+            named = {*members_of(first), tail, *fixed[0][1:], self._settings.target}
             return tuple(name for name in self._settings.models if name in named)
         snapshot = self.snapshot(own.context)
         models = [name for name in self._settings.models if name in snapshot.models]

@@ -141,7 +141,8 @@ class Steps:
                 return None
             case Drafted() | Verdict() | Probed():
                 holder.acked_len, holder.kv_len = reply.committed_len, reply.kv_len
-                self._observer.timing(holder, sent.kind, reply.timing, self._clock() - sent.at_s)
+                if self.sequence.holders.get(holder.model) is holder:  # not of a replica that is gone
+                    self._observer.timing(holder, sent.kind, reply.timing, self._clock() - sent.at_s)
                 return reply
 
     def _from(self, holder: Holder, held: Sequence[int]) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """A link between two places of a cluster: messages arrive in order, after its latency and the time their bytes take."""
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ class Link:
         self._spec = spec
         self._loop = asyncio.get_running_loop()
         self._free_s = 0.0
+        self._under_way: deque[tuple[Message, Callable[[Message], None]]] = deque()
         self._encoder = msgspec.msgpack.Encoder()
 
     def send(self, message: Message, deliver: Callable[[Message], None]) -> None:
@@ -35,4 +37,10 @@ class Link:
             num_bytes = FRAME_BYTES + len(self._encoder.encode(message))
             self._free_s = max(self._free_s, now_s) + num_bytes * 8 / (self._spec.mbit_s * 1e6)
             now_s = self._free_s
-        self._loop.call_at(now_s + self._spec.latency_ms / 1e3, deliver, message)
+        self._under_way.append((message, deliver))
+        self._loop.call_at(now_s + self._spec.latency_ms / 1e3, self._arrive)
+
+    def _arrive(self) -> None:
+        """The oldest one: timers that are due together fire in any order."""
+        message, deliver = self._under_way.popleft()
+        deliver(message)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from benchmarks.simulation.traffic import Request, streams
 from kvstate.protocol import Sampling, Speculation
 from models.backend import Backend
 from models.emulated import EmulatedBackend, EmulateSpec
+from router.drafting import Drafters
 from router.own_rates import OwnRates
 from router.settings import RouterSettings
 from router.subjects import words_of
@@ -205,3 +207,63 @@ def test_of_many_drafters_those_hold_a_request_that_suit_it_and_share_the_load()
     num_suiting = [sum(int(name[1:]) % 4 == number for name in names) for number, names in held]
     assert sum(num_suiting) >= 14, num_suiting  # of 20; by chance 8
     assert fmean(result.mean_length for result in results) > 4.0  # of two that do not suit: 2
+
+
+def two_and_a_target(**router: Any) -> SimulatedCluster:
+    models = [ModelProfile(name, EmulateSpec(3.0, 0.95, errors="own", confidence_spread=0.02), 1) for name in "ab"]
+    target = ModelProfile("t", EmulateSpec(40.0, 1.0, errors="own"), 2)
+    return SimulatedCluster(make_profile((*models, target), **router))
+
+
+def test_a_member_that_lost_its_copy_is_not_waited_for_in_a_busy_loop() -> None:
+    """Of two drafters one answers at once that it has nothing, the other takes long: on a clock that stands while
+    anything is ready, a loop that does not wait would never end.
+    """
+
+    async def work() -> tuple[list[int], list[int]]:
+        cluster, together = two_and_a_target(draft_ahead=False), Speculation("fixed", ("a|b", "t"), (5,))
+        wanted = await cluster.generate(b"hello", GREEDY, 60, (256,), Speculation("off"))
+        running = asyncio.create_task(cluster.generate(b"hello", GREEDY, 60, (256,), together))
+        await asyncio.sleep(0.3)
+        slow = cluster._replicas["b"]
+        slow.spec = replace(slow.spec, base_ms=400.0)
+        lost = cluster.engines["a"]
+        for held in lost.held():
+            lost._forget(held.seq)
+        output = await running
+        await cluster.close()
+        return output.tokens, wanted.tokens
+
+    got, wanted = run(work())
+    assert got == wanted
+
+
+def test_what_was_drafted_ahead_is_not_used_after_a_round_without_drafters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan changes between them and the target alone, live."""
+    used: list[tuple[int, int]] = []
+    take_over = Drafters._taken_over
+
+    async def watched(self: Drafters, element: str, context: Sequence[int], count: int) -> Any:
+        block = await take_over(self, element, context, count)
+        if block is not None:
+            used.append((block.first, len(self._steps.sequence.tokens) + len(context)))
+        return block
+
+    async def work() -> tuple[list[int], list[int]]:
+        cluster = two_and_a_target()
+        adaptive = cluster.router._settings
+        wanted = await cluster.generate(b"hello", GREEDY, 300, (256,), Speculation("off"))
+        running = asyncio.create_task(cluster.generate(b"hello", GREEDY, 300, (256,)))
+        for turn in range(20):
+            await asyncio.sleep(0.11)
+            cluster.router.change(replace(adaptive, policy="fixed", chain=("t",)) if turn % 2 else adaptive)
+        cluster.router.change(adaptive)
+        output = await running
+        await cluster.close()
+        return output.tokens, wanted.tokens
+
+    monkeypatch.setattr(Drafters, "_taken_over", watched)
+    got, wanted = run(work())
+    assert got == wanted
+    assert len(used) > 5
+    assert all(drafted == needed for drafted, needed in used)

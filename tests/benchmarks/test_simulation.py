@@ -89,6 +89,17 @@ def test_a_link_delivers_in_order_after_latency_and_bytes() -> None:
     assert second_s - first_s == pytest.approx(frame_s)
 
 
+def test_messages_sent_at_once_arrive_in_order() -> None:
+    async def work() -> list[int]:
+        link, arrived = Link(LinkSpec(latency_ms=10.0)), list[int]()
+        for seq in range(64):
+            link.send(Finish(seq), lambda message: arrived.append(message.seq))  # type: ignore[attr-defined]
+        await asyncio.sleep(1.0)
+        return arrived
+
+    assert run(work()) == list(range(64))
+
+
 @pytest.mark.parametrize(
     ("agreements", "bases", "windows"),
     [((0.7, 1.0), (2.0, 30.0), (4,)), ((0.5, 0.8, 1.0), (1.0, 6.0, 40.0), (2, 5)), ((1.0,), (20.0,), ())],
