@@ -9,7 +9,7 @@ import time
 from cluster.stream import Stream
 from cluster.transport import serve
 from deployments.streams import Callbacks, endpoint, new_generation, node_address
-from kvstate.coordinator import CoordinatorCore, Outgoing, RegistrationError
+from kvstate.coordinator import CoordinatorCore, FromReplica, FromRouter, Outgoing, RegistrationError
 from kvstate.protocol import AnyMessage, Register
 from kvstate.sequence import ConflictingCommit
 
@@ -56,24 +56,36 @@ class KVCoordinator:
         if stream.peer.role == "router":
             self._streams["router", name] = stream
             self._send(self._core.router_connected(name, time.monotonic()))
-            return Callbacks(lambda m: self._from_router(name, m), lambda: self._router_gone(name, stream))
+            return Callbacks(lambda m: self._from_router(stream, m), lambda: self._router_gone(name, stream))
         return Callbacks(lambda m: self._from_replica(stream, m), lambda: self._replica_gone(stream))
 
-    def _from_router(self, name: str, message: AnyMessage) -> None:
+    def _from_router(self, stream: Stream, message: AnyMessage) -> None:
+        name = stream.peer.id
+        if not isinstance(message, FromRouter):
+            self._refuse(stream, message)
+            return
         try:
-            self._send(self._core.on_router(name, message, time.monotonic()))  # type: ignore[arg-type]
+            self._send(self._core.on_router(name, message, time.monotonic()))
         except ConflictingCommit:
             log.exception("router %s contradicts what it committed", name)
 
     def _from_replica(self, stream: Stream, message: AnyMessage) -> None:
         name = stream.peer.id
+        if not isinstance(message, FromReplica):
+            self._refuse(stream, message)
+            return
         if isinstance(message, Register):
             self._streams["replica", name] = stream
         try:
-            self._send(self._core.on_replica(name, message, time.monotonic()))  # type: ignore[arg-type]
+            self._send(self._core.on_replica(name, message, time.monotonic()))
         except RegistrationError as error:
             log.warning("replica %s is refused: %s", name, error)
             stream.close(str(error))
+
+    def _refuse(self, stream: Stream, message: AnyMessage) -> None:
+        reason = f"a {stream.peer.role} does not send {type(message).__name__} to the coordinator"
+        log.warning("stream of %s is closed: %s", stream.peer.id, reason)
+        stream.close(reason)
 
     def _router_gone(self, name: str, stream: Stream) -> None:
         if self._streams.get(("router", name)) is stream:

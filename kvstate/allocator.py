@@ -49,15 +49,6 @@ class BlockAllocator:
         """Blocks that some sequence refers to, shared ones counted once."""
         return self.num_blocks - self.free_blocks
 
-    @property
-    def used_tokens(self) -> int:
-        """Positions that the used blocks have room for."""
-        return self.used_blocks * self.block_tokens
-
-    @property
-    def total_tokens(self) -> int:
-        return self.num_blocks * self.block_tokens
-
     def blocks(self, seq: int) -> Sequence[int]:
         """The block table of `seq`, empty when it has none: a view that must not be changed or kept."""
         return self._tables.get(seq, ())

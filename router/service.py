@@ -55,6 +55,9 @@ RETRY_AFTER_S = 1.0
 CONNECT_S = 3.0
 OVERLOAD_S = 1.0
 ROWS_STEP = 64
+MOST_UNSENT = 100_000
+"""Ends that no coordinator could be told of; those beyond are left to the leases of the sequences."""
+
 NUM_TOP = 16
 """Likeliest tokens that probes state, and some checks, where probes are sent at all."""
 
@@ -122,7 +125,7 @@ class RouterCore:
         self._ids = itertools.count(generation << 20)
         self._requests: dict[str, Request] = {}
         self._admissions: dict[int, _Waiting] = {}
-        self._unsent: deque[Finish] = deque(maxlen=100_000)
+        self._unsent: deque[Finish] = deque(maxlen=MOST_UNSENT)
         self._calls = StepCalls(outbound, settings.step_timeout_s)
         self._connected: set[str] = set()
         self._connections = asyncio.Event()

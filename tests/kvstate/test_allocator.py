@@ -19,7 +19,7 @@ def test_blocks_cover_positions_and_are_the_lowest_free() -> None:
     assert allocator.extend(1, 9)
     assert list(allocator.blocks(1)) == [0, 1, 3]
     assert list(allocator.blocks(2)) == [2]
-    assert (allocator.used_blocks, allocator.free_blocks, allocator.used_tokens) == (4, 4, 16)
+    assert (allocator.used_blocks, allocator.free_blocks) == (4, 4)
     assert allocator.release(1) == 3
     assert allocator.extend(3, 16)
     assert list(allocator.blocks(3)) == [0, 1, 3, 4]
