@@ -57,6 +57,6 @@ class Memory:
                 continue
             rounds = core.stats.rounds
             try:
-                await asyncio.to_thread(self.write, encode(core.planning.table.learned()))
+                await asyncio.to_thread(self.write, encode(core.planning.learned()))
             except OSError as error:
                 log.warning("cannot write %s: %s", self._path, error)

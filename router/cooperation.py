@@ -5,7 +5,7 @@ router/fusion.py, router/calibration.py.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from router.acceptance import log_odds, shift_rate
@@ -15,6 +15,7 @@ from router.checks import ProposalsSeen
 from router.expertise import Entry, Rates, alternatives, groups_of, routing_vector, with_group
 from router.fusion import FusionGain
 from router.latency import Ewma
+from router.learned import SubjectsLearned
 from router.own_rates import OwnRates, Shifts
 from router.plan import members_of
 from router.replicas import Replicas
@@ -63,15 +64,26 @@ class Routed:
 class Cooperation:
     """`table`: the table as it is for all requests, now."""
 
-    def __init__(self, table: Callable[[], TableSnapshot], clock: Callable[[], float], replicas: Replicas) -> None:
+    def __init__(
+        self,
+        table: Callable[[], TableSnapshot],
+        clock: Callable[[], float],
+        replicas: Replicas,
+        learned: Mapping[int, SubjectsLearned],
+    ) -> None:
         self._table = table
         self._replicas = replicas
         self._given: defaultdict[int, Given] = defaultdict(lambda: Given(clock))
         self._calibrations: dict[str, Calibration] = {}
         self._subjects: defaultdict[int, Subjects] = defaultdict(Subjects)
+        self._subjects.update({level: Subjects.restored(subjects) for level, subjects in learned.items()})
         self._turn_ratios: dict[int, Ewma] = {}
         self.gain = FusionGain()
         self.beside = BesideRates()
+
+    def learned(self) -> dict[int, SubjectsLearned]:
+        """What outlives the process, by level."""
+        return {level: subjects.learned for level, subjects in self._subjects.items() if len(subjects)}
 
     def trusting(self) -> Trusting:
         """Of one request."""

@@ -1,4 +1,4 @@
-"""What the table has learned of agreement, in a form that outlives the process. Pure.
+"""What the router has learned of agreement, in a form that outlives the process. Pure.
 
 Times are not kept: a replica measures its own when it loads. What is restored counts as at most `MOST_RESTORED`
 positions, so that it is a start and no anchor.
@@ -24,12 +24,33 @@ class PairLearned(msgspec.Struct, frozen=True, array_like=True):
     dispersion: tuple[float, float, int]
 
 
+class SubjectsLearned(msgspec.Struct, frozen=True, array_like=True):
+    """Of one level's drafters (router/subjects.py). By subject: its `requests`; of each drafter positions `tried` and
+    those at which it was `right`; `words`: how many of the requests had each, those of none left out.
+    """
+
+    drafters: list[str]
+    requests: list[float]
+    tried: list[list[float]]
+    right: list[list[float]]
+    words: list[dict[int, float]]
+
+    def __post_init__(self) -> None:
+        if not len(self.requests) == len(self.tried) == len(self.right) == len(self.words):
+            raise ValueError("not one entry per subject")
+        if any(len(row) != len(self.drafters) for row in (*self.tried, *self.right)):
+            raise ValueError("not one entry per drafter")
+
+
 class Learned(msgspec.Struct, frozen=True):
-    """`drafts`: per model, of drafts with j tokens, how many went on. `triples`: positions of both, first, second."""
+    """`drafts`: per model, of drafts with j tokens, how many went on. `triples`: positions of both, first, second.
+    `subjects`: by level.
+    """
 
     drafts: dict[str, list[Counts]]
     pairs: list[tuple[Context, Pair, PairLearned]]
     triples: list[tuple[Triple, tuple[Counts, Counts, Counts]]]
+    subjects: dict[int, SubjectsLearned] = {}
     version: int = VERSION
 
 

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from msgspec import structs
+
 from kvstate.protocol import Profile, Speculation, Timing, Top
 from router.calibration import Trusting
 from router.checks import CheckSeen, ProposalsSeen
@@ -121,7 +123,11 @@ class Planning:
         self.records: dict[tuple[str, ...], RunRecord] = {}
         self.plan_changes = 0
         self.is_overloaded = False
-        self.cooperation = Cooperation(self.snapshot, clock, self.replicas)
+        self.cooperation = Cooperation(self.snapshot, clock, self.replicas, learned.subjects)
+
+    def learned(self) -> Learned:
+        """What outlives the process."""
+        return structs.replace(self.table.learned(), subjects=self.cooperation.learned())
 
     def change(self, settings: RouterSettings) -> None:
         """Other settings for the same models, from the next round on."""

@@ -15,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import betaln
 
+from router.learned import SubjectsLearned
+
 MOST_SUBJECTS = 16
 NEW_REQUESTS = 0.5
 """How many requests' worth of likelihood a subject has that was never seen."""
@@ -34,6 +36,9 @@ END_TOKENS, MOST_IN_WORD = 48, 3
 
 WORD_WEIGHT, MOST_OF_WORDS = 0.25, 6.0
 """Words come together, so each is believed in part only; and all of them no more than so much log-likelihood."""
+
+LEAST_COUNT = 0.05
+"""Of a word in a subject, to be worth remembering over a restart."""
 
 FADE = 0.995
 """Of what is known, per request that ends."""
@@ -79,6 +84,25 @@ class Subjects:
 
     def __len__(self) -> int:
         return len(self._requests)
+
+    @property
+    def learned(self) -> SubjectsLearned:
+        words = [{int(w): float(row[w]) for w in np.flatnonzero(row > LEAST_COUNT)} for row in self._words.round(2)]
+        requests, tried, right = (known.round(2).tolist() for known in (self._requests, self._tried, self._right))
+        return SubjectsLearned(list(self._drafters), requests, tried, right, words)
+
+    @classmethod
+    def restored(cls, learned: SubjectsLearned) -> "Subjects":
+        subjects, num_subjects = cls(learned.drafters), len(learned.requests)
+        shape = (num_subjects, len(learned.drafters))
+        subjects._requests = np.array(learned.requests, float)
+        subjects._tried = np.array(learned.tried, float).reshape(shape)
+        subjects._right = np.minimum(np.array(learned.right, float).reshape(shape), subjects._tried)
+        subjects._words = np.zeros((num_subjects, NUM_WORDS))
+        for row, words in zip(subjects._words, learned.words, strict=True):
+            for word, count in words.items():
+                row[word % NUM_WORDS] = count
+        return subjects
 
     def suits(self, base: Mapping[str, float], evidence: Evidence, words: Words = NO_WORDS) -> dict[str, Suits]:
         """Of the drafters in `base`, which says how often their tokens are accepted over all requests."""

@@ -2,10 +2,14 @@
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
+import msgspec
 import pytest
+from msgspec import structs
 
 from router.expertise import groups_of, routing_vector
+from router.learned import NOTHING, SubjectsLearned, UnreadableError, decode, encode
 from router.subjects import MOST_SUBJECTS, NO_WORDS, Subjects, Words, words_of
 
 DRAFTERS = [f"d{i}" for i in range(8)]
@@ -51,6 +55,33 @@ def test_a_few_positions_of_some_drafters_tell_of_the_others() -> None:
     assert 4 <= len(subjects) <= 7
     assert experts_found(subjects, 8, with_words=False) > 0.75
     assert experts_found(Subjects(), 8, with_words=False) < 0.7
+
+
+def test_what_was_found_outlives_a_restart() -> None:
+    old = taught(with_words=True)
+    file = encode(structs.replace(NOTHING, subjects={1: old.learned}))
+    assert len(file) < 200_000
+    new = Subjects.restored(decode(file).subjects[1])
+    assert experts_found(new, 0, with_words=True) > 0.95
+    rng = random.Random(8)
+    for topic in range(4):
+        shown, said = evidence(rng, topic, DRAFTERS[:3], 12), words(rng, topic)
+        before, after = (subjects.suits(BASE, shown, said) for subjects in (old, new))
+        for drafter in DRAFTERS:
+            assert after[drafter].acceptance == pytest.approx(before[drafter].acceptance, abs=0.02)
+    new.learn({**BASE, "d9": 0.5}, {"d9": (10.0, 9.0)})  # one drafter more
+    assert new.learned.drafters == [*DRAFTERS, "d9"]
+
+
+@pytest.mark.parametrize("change", [{"tried": [[1.0]]}, {"words": []}, {"requests": [1.0, 2.0]}])
+def test_what_does_not_fit_together_is_not_restored(change: dict[str, Any]) -> None:
+    subjects = SubjectsLearned(["a", "b"], [3.0], [[9.0, 4.0]], [[8.0, 1.0]], [{5: 2.0}])
+    kept = decode(encode(structs.replace(NOTHING, subjects={1: subjects}))).subjects[1]
+    assert kept == subjects
+    fields = {name: change.get(name, getattr(subjects, name)) for name in subjects.__struct_fields__}
+    data = msgspec.json.encode({**structs.asdict(NOTHING), "subjects": {"1": list(fields.values())}})
+    with pytest.raises(UnreadableError, match="not one entry per"):
+        decode(data)
 
 
 def test_words_tell_before_any_position() -> None:
