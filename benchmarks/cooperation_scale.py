@@ -7,19 +7,20 @@ import asyncio
 import os
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from timeit import timeit
 
-from benchmarks.experts import EXPERT, SUBJECTS, TARGET, WEAK, prompt_of
-from benchmarks.joined import Output
+from benchmarks.cooperation_ablation import HOP_MS, ROW_MS
+from benchmarks.experts import TARGET, agreement_of, prompt_of
+from benchmarks.joined import Output, tokens_per_s
 from benchmarks.report import Report
 from benchmarks.simulation.clock import run
-from benchmarks.simulation.cluster import SimulatedCluster
+from benchmarks.simulation.cluster import PLAN_S, SimulatedCluster
 from benchmarks.simulation.links import LinkSpec
 from benchmarks.simulation.profile import ModelProfile, make_profile
 from benchmarks.simulation.profile import Profile as SimulatedProfile
 from benchmarks.simulation.traffic import Request, streams
+from benchmarks.stopwatch import Stopwatch
 from kvstate.protocol import Admit, Admitted, Member, Members, Message, OpenRequest, Profile, ReplicaInfo, Sampling
 from models.emulated import EmulateSpec
 from router.service import RouterCore
@@ -29,9 +30,10 @@ STREAMS, PER_STREAM, TOKENS = 16, 8, 64
 LARGE, NUM_AT_ONCE = (16, 48, 232), 2000
 """Drafters, replicas of each and of the target; requests that come together, to a router that knows nothing."""
 
-NUM_OPENED = 200
-LINK = LinkSpec(0.35)
-TARGET_SPEC = EmulateSpec(agreement=1.0, errors="own", base_ms=45.0, per_token_ms=0.2)
+NUM_TOLD, NUM_OPENED = 5, 200
+LINK = LinkSpec(HOP_MS / 2.0)
+DRAFTER_SPEC = EmulateSpec(agreement=0.0, errors="own", confidence_spread=0.2, base_ms=3.0, per_sequence_ms=0.1)
+TARGET_SPEC = EmulateSpec(agreement=1.0, errors="own", base_ms=45.0, per_token_ms=ROW_MS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +45,10 @@ class Served:
     hops: int
 
     @property
-    def tokens_per_s(self) -> float:
-        seconds = max(r.arrived_s[-1] for r in self.results) - min(r.asked_s for r in self.results)
-        return sum(len(r.tokens) for r in self.results) / seconds
+    def speed(self) -> str:
+        """Of the machines, and what one processor lets the router serve."""
+        num_tokens = sum(len(result.tokens) for result in self.results)
+        return f"{tokens_per_s(self.results):,.0f} tokens/s; router {num_tokens / self.cpu_s:,.0f}"
 
     @property
     def cpu(self) -> str:
@@ -56,24 +59,21 @@ class Served:
 def profile_of(num_drafters: int, drafter_replicas: int = 1, target_replicas: int = 1) -> SimulatedProfile:
     """The i-th drafter is an expert in the i-th subject, in turn."""
     drafters = [
-        ModelProfile(f"drafter-{i}", _drafter(SUBJECTS[i % len(SUBJECTS)]), 1, drafter_replicas, LINK)
+        ModelProfile(f"drafter-{i}", replace(DRAFTER_SPEC, agreement=agreement_of(i)), 1, drafter_replicas, LINK)
         for i in range(num_drafters)
     ]
     return make_profile((*drafters, ModelProfile(TARGET, TARGET_SPEC, 2, target_replicas, LINK)))
 
 
-def _drafter(own: str) -> EmulateSpec:
-    agreement = {f"{s}: ": EXPERT if s == own else WEAK for s in SUBJECTS} | {"default": WEAK}
-    return EmulateSpec(agreement=agreement, errors="own", confidence_spread=0.2, base_ms=3.0, per_sequence_ms=0.1)
-
-
 def scale(report: Report) -> None:
+    runs = [*((number, PLAN_S) for number in DRAFTERS), (DRAFTERS[-1], 0.0)]
     with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        for number, served in zip(DRAFTERS, pool.map(_with_drafters, DRAFTERS), strict=True):
-            report.add(f"scale, drafters per verifier {number}", f"{served.tokens_per_s:.0f} tokens/s")
+        for (number, plan_s), served in zip(runs, pool.map(_with_drafters, *zip(*runs, strict=True)), strict=True):
+            title = "" if plan_s else ", plans cost nothing"
+            report.add(f"scale, drafters per verifier {number}{title}", served.speed)
             report.add("  router's processor time a request", served.cpu)
     served = run(_served(profile_of(*LARGE), NUM_AT_ONCE, 1, 0))
-    report.add(f"scale, 1,000 replicas, {NUM_AT_ONCE:,} requests at once", f"{served.tokens_per_s:,.0f} tokens/s")
+    report.add(f"scale, 1,000 replicas, {NUM_AT_ONCE:,} requests at once", served.speed)
     report.add("  router's processor time a request", served.cpu)
     for number in (100, 1_000, 10_000):
         told_ms, opened_ms = run(_without_replicas(number))
@@ -81,12 +81,14 @@ def scale(report: Report) -> None:
         report.add("  when it is told who is there, each second", f"{told_ms:.1f} ms")
 
 
-def _with_drafters(number: int) -> Served:
-    return run(_served(profile_of(number), STREAMS, PER_STREAM, PER_STREAM))
+def _with_drafters(number: int, plan_s: float) -> Served:
+    return run(_served(profile_of(number), STREAMS, PER_STREAM, PER_STREAM, plan_s))
 
 
-async def _served(profile: SimulatedProfile, number: int, per_stream: int, warming: int) -> Served:
-    cluster = SimulatedCluster(profile)
+async def _served(
+    profile: SimulatedProfile, number: int, per_stream: int, warming: int, plan_s: float = PLAN_S
+) -> Served:
+    cluster = SimulatedCluster(profile, plan_s=plan_s)
 
     def make(title: str, nth: int) -> Request:
         return Request(prompt_of(title, nth).encode(), TOKENS)
@@ -110,20 +112,22 @@ async def _without_replicas(number: int) -> tuple[float, float]:
     router.on_coordinator(members)
     for replica_id, _ in replicas:
         router.replica_connected(replica_id)
-    told_s = timeit(lambda: router.on_coordinator(members), number=5) / 5
-    began_s = time.thread_time()
+    told, opened = Stopwatch(), Stopwatch()
+    with told:
+        for _ in range(NUM_TOLD):
+            router.on_coordinator(members)
     for nth in range(NUM_OPENED):
         prompt = tuple(prompt_of("opened", nth).encode())
-        router.on_ingress("ingress", OpenRequest(str(nth), prompt, Sampling(), TOKENS, (), 1e6))
-        await asyncio.sleep(0.0)
-        admit = sink.admits.pop()
-        holders = {name: admit.preferred.get(name, (f"{name}#0",))[0] for name in admit.models}
-        router.on_coordinator(Admitted(admit.seq, holders))
-        for _ in range(3):
+        with opened:
+            router.on_ingress("ingress", OpenRequest(str(nth), prompt, Sampling(), TOKENS, (), 1e6))
             await asyncio.sleep(0.0)
-    opened_s = time.thread_time() - began_s
+            admit = sink.admits.pop()
+            holders = {name: admit.preferred.get(name, (f"{name}#0",))[0] for name in admit.models}
+            router.on_coordinator(Admitted(admit.seq, holders))
+            for _ in range(3):  # until its first steps are sent
+                await asyncio.sleep(0.0)
     await router.close()
-    return told_s * 1e3, opened_s * 1e3 / NUM_OPENED
+    return told.total_s * 1e3 / NUM_TOLD, opened.total_s * 1e3 / NUM_OPENED
 
 
 def _member(replica_id: str, model: str) -> Member:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.experts import ALONE, FULL
-from benchmarks.joined import Output
+from benchmarks.joined import Output, tokens_per_s
 from benchmarks.report import Report, standard_error
 from benchmarks.simulation.clock import run
 from benchmarks.simulation.cluster import SimulatedCluster
@@ -127,9 +127,7 @@ def _request(policy: Policy, title: str, number: int) -> Request:
 
 
 def _summed(results: Sequence[Output]) -> Figures:
-    latency_s = statistics.fmean(result.latency_s for result in results)
-    seconds = max(r.arrived_s[-1] for r in results) - min(r.asked_s for r in results)
-    return Figures(latency_s, sum(len(r.tokens) for r in results) / seconds)
+    return Figures(statistics.fmean(result.latency_s for result in results), tokens_per_s(results))
 
 
 def _spread(values: Sequence[float], digits: int) -> str:

@@ -39,14 +39,18 @@ def experts_in(subject: str) -> list[str]:
     return [name for i, name in enumerate(DRAFTERS) if SUBJECTS[i % len(SUBJECTS)] == subject]
 
 
+def agreement_of(number: int) -> dict[str, float]:
+    """Of the nth drafter: an expert in the nth subject, in turn."""
+    own = SUBJECTS[number % len(SUBJECTS)]
+    return {f"{s}: ": EXPERT if s == own else WEAK for s in SUBJECTS} | {"default": WEAK}
+
+
 def emulate(errors: str = "own", target_row_ms: float = 0.0) -> dict[str, dict[str, Any]]:
     """By model: 3 ms for a drafter's batch, 45 ms for the target's."""
     common = {"errors": errors, "confidence_spread": 0.2}
     models: dict[str, dict[str, Any]] = {}
     for i, name in enumerate(DRAFTERS):
-        own = SUBJECTS[i % len(SUBJECTS)]
-        agreement = {f"{s}: ": EXPERT if s == own else WEAK for s in SUBJECTS} | {"default": WEAK}
-        models[name] = {"base_ms": 3.0, "agreement": agreement, **common}
+        models[name] = {"base_ms": 3.0, "agreement": agreement_of(i), **common}
     models[TARGET] = {"base_ms": 45.0, "per_token_ms": target_row_ms, "agreement": 1.0, "errors": errors}
     return models
 

@@ -70,6 +70,12 @@ class Output:
         return 1.0 + self.metrics.accepted_draft_tokens / max(1, self.metrics.rounds)
 
 
+def tokens_per_s(outputs: Sequence[Output]) -> float:
+    """From when the first was asked for to when the last was there."""
+    seconds = max(output.arrived_s[-1] for output in outputs) - min(output.asked_s for output in outputs)
+    return sum(len(output.tokens) for output in outputs) / seconds
+
+
 class JoinedCores(ABC):
     """`now`: seconds. `engines` by replica id. `others`: processor time of this thread that is not the router's.
 

@@ -107,10 +107,11 @@ def _check_levels(config: "AppConfig") -> None:
         if level < level_before:
             reason = f"{name} has level {level} after {before} with level {level_before}; list the cheapest first"
             raise ConfigError(f"models[{index}].level", reason)
-    (name, level), (target, target_level) = levels[-2:] if len(levels) > 1 else (("", 0), levels[-1])
-    if level == target_level:
-        reason = f"{name} has level {level}, as the target {target}: give it a lower one, or remove it"
-        raise ConfigError(f"models[{len(levels) - 2}].level", reason)
+    *drafters, (target, target_level) = levels
+    for index, (name, level) in enumerate(drafters):
+        if level == target_level:
+            reason = f"{name} has level {level}, as the target {target}: give it a lower one, or remove it"
+            raise ConfigError(f"models[{index}].level", reason)
 
 
 def _check_target(config: "AppConfig") -> None:

@@ -318,7 +318,6 @@ class Engine:
                     self._replies.append((sender, need))
             case Ready(rolled_back):
                 self._rolled_back(holding.state, rolled_back)
-                self._drop_overtaken(holding.state)
                 self._begin(holding)
                 self._add_task(sender, message, holding)
 
@@ -330,7 +329,9 @@ class Engine:
         num_nodes = len(step.parents) if isinstance(step, Check) else 0
         if num_nodes > 0 and (num_nodes >= self._max_rows or holding.first > 0):
             raise UnfitTree(state.seq, num_nodes, self._max_rows, holding.first)
-        if not isinstance(step, Probe):  # the router no longer waits for an older step of this sequence
+        if isinstance(step, Probe):
+            self._drop_overtaken(state)
+        else:  # the router no longer waits for an older step of this sequence
             self._tasks = [t for t in self._tasks if t.state is not state or isinstance(t.step, Probe)]
         self._tasks.append(task)
 

@@ -8,7 +8,7 @@ Units: worth and costs are shares of a round's time. Letters: R requests, D draf
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from math import log
@@ -103,38 +103,35 @@ def _places(
 class Given:
     """Which drafters of a level each request has; given anew every GIVE_S to those that have theirs for longest.
 
-    Requests are known by any number of their own.
+    A request is whatever stands for one.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._wishes: OrderedDict[int, Mapping[str, float]] = OrderedDict()  # the one given to longest ago first
-        self._drafters: dict[int, list[str]] = {}
+        self._wishes: OrderedDict[Hashable, Mapping[str, float]] = OrderedDict()  # the one given to longest ago first
+        self._drafters: dict[Hashable, list[str]] = {}
         self._taken: Counter[str] = Counter()
         self._given_s = clock()
 
     def __len__(self) -> int:
         return len(self._wishes)
 
-    def get(self, request: int, wish: Mapping[str, float], capacity: Capacity, most: int) -> list[str]:
+    def get(self, request: Hashable, wish: Mapping[str, float], capacity: Capacity, most: int) -> list[str]:
         """Of the request, the best first."""
         self._wishes[request] = wish
-        if request not in self._drafters:
-            self._give([request], capacity, most)
         now_s = self._clock()
         if now_s - self._given_s >= GIVE_S:
             self._given_s = now_s
             self._give(list(islice(self._wishes, MOST_ASSIGNED)), capacity, most)
-        held = [name for name in self._drafters[request] if name in wish]
-        if not held:
+        if wish.keys().isdisjoint(self._drafters.get(request, ())):  # new, or all that it had are lost
             self._give([request], capacity, most)
-        return held or self._drafters[request]
+        return [name for name in self._drafters[request] if name in wish]
 
-    def forget(self, request: int) -> None:
+    def forget(self, request: Hashable) -> None:
         self._wishes.pop(request, None)
         self._taken.subtract(self._drafters.pop(request, ()))
 
-    def _give(self, requests: Sequence[int], capacity: Capacity, most: int) -> None:
+    def _give(self, requests: Sequence[Hashable], capacity: Capacity, most: int) -> None:
         for request in requests:
             self._taken.subtract(self._drafters.get(request, ()))
             self._wishes.move_to_end(request)

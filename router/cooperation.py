@@ -120,7 +120,7 @@ class Cooperation:
         given, capacity = self._given[level], self._capacity(level, target, snapshot)
         if not capacity.is_scarce():
             return [entry.drafter for entry in vector[:most]]
-        return given.get(id(own), {entry.drafter: entry.hoped for entry in vector}, capacity, most)
+        return given.get(own, {entry.drafter: entry.hoped for entry in vector}, capacity, most)
 
     def _capacity(self, level: int, target: str, snapshot: TableSnapshot) -> Capacity:
         """Of all the level's drafters, whoever holds a request."""
@@ -172,7 +172,7 @@ class Cooperation:
     def forget(self, own: OwnRates) -> None:
         """A request that is no more."""
         for given in self._given.values():
-            given.forget(id(own))
+            given.forget(own)
 
     def turn(self, drafters: Sequence[str], seconds: float) -> None:
         """What one position took that these drafted together."""

@@ -70,13 +70,10 @@ class LatencyFit:
             return 0.0
         rows, sequences = timing.rows / timing.batches, timing.sequences / timing.batches
         cost_ms, expected_ms = self._clipped(rows, sequences, timing.busy_s * 1e3 / timing.batches)
-        moment, gram = self._moment, self._gram
-        for i, (feature, products) in enumerate(
-            ((1.0, (1.0, rows, sequences)), (rows, (rows, rows * rows, rows * sequences)),
-             (sequences, (sequences, rows * sequences, sequences * sequences)))
-        ):  # fmt: skip
-            moment[i] = _FADE * moment[i] + feature * cost_ms
-            gram[i] = [_FADE * old + new for old, new in zip(gram[i], products, strict=True)]
+        features = (1.0, rows, sequences)
+        for i, feature in enumerate(features):
+            self._moment[i] = _FADE * self._moment[i] + feature * cost_ms
+            self._gram[i] = [_FADE * old + feature * other for old, other in zip(self._gram[i], features, strict=True)]
         self.count += 1
         if self.count <= _SOLVE_EACH or self.count % _SOLVE_EVERY == 0:
             self._solution = None

@@ -59,10 +59,10 @@ class Seen:
         return log_odds(own) - log_odds(rate)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class OwnRates:
-    """Of one request; `shifts` are those of the present round, `probed_len` the output's length at each model's last
-    probe; `words` as in router/subjects.py.
+    """Of one request, for which it stands where requests are told apart; `shifts` are those of the present round,
+    `probed_len` the output's length at each model's last probe; `words` as in router/subjects.py.
     """
 
     context: Context = EVERY

@@ -231,7 +231,7 @@ class Planning:
         self,
         holders: Sequence[str],
         speculation: Speculation,
-        own: OwnRates | None = None,
+        own: OwnRates,
         missing: Missing = (),
         present: Plan = NO_PLAN,
     ) -> Plan:
@@ -245,7 +245,7 @@ class Planning:
             return Plan((models[-1],), (), 0.0)
         if (fixed := self._fixed_by(speculation)) is not None:
             return self._fixed(models, *fixed)
-        return self._adaptive(models, own or OwnRates(), missing, present)
+        return self._adaptive(models, own, missing, present)
 
     def _fixed_by(self, speculation: Speculation) -> tuple[Sequence[str], Sequence[int]] | None:
         """Chain and windows, where they are not planned."""

@@ -35,7 +35,7 @@ class Replicas:
     took so much of what its model's do.
     """
 
-    serving: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    serving: dict[str, list[str]] = field(default_factory=dict)
     open: Counter[str] = field(default_factory=Counter)
     held: Counter[str] = field(default_factory=Counter)
     _rng: random.Random = field(default_factory=lambda: random.Random(0))
@@ -70,7 +70,13 @@ class Replicas:
                 if not counter[name]:
                     del counter[name]
 
-    def lost(self, replica_id: str) -> None:
+    def joined(self, model: str, replica_id: str) -> None:
+        """It is there."""
+        self.serving.setdefault(model, []).append(replica_id)
+
+    def lost(self, model: str, replica_id: str) -> None:
+        """One that was there."""
+        self.serving[model].remove(replica_id)
         self._slowness.pop(replica_id, None)
         self._prefixes = OrderedDict((key, held) for key, held in self._prefixes.items() if held != replica_id)
 

@@ -156,8 +156,10 @@ class RouterCore:
             self._calls.resolve(message)
 
     def replica_connected(self, replica_id: str) -> None:
+        member = self._members.get(replica_id)
+        if member is not None and replica_id not in self._connected:
+            self.planning.replicas.joined(member.info.model, replica_id)
         self._connected.add(replica_id)
-        self._update_serving()
         self._connections.set()
 
     def replica_lost(self, replica_id: str) -> None:
@@ -172,12 +174,11 @@ class RouterCore:
         if replica_id not in self._connected:
             return
         self._connected.remove(replica_id)
-        self._update_serving()
         member = self._members.get(replica_id)
         if member is not None:
             self.stats.replica_losses[member.info.model] += 1
             self.planning.table.remove_replica(member.info.model, replica_id)
-            self.planning.replicas.lost(replica_id)
+            self.planning.replicas.lost(member.info.model, replica_id)
 
     def on_coordinator(self, message: Message) -> None:
         match message:
@@ -453,19 +454,16 @@ class RouterCore:
         stated = {model: reply.tops for model, reply in replies.items() if reply.tops}
         self.planning.probed(samples, committed, own, {**stated, self._settings.target: tops})
 
-    def _update_serving(self) -> None:
-        serving: dict[str, list[str]] = {}
-        for replica_id, member in self._members.items():
-            if replica_id in self._connected:
-                serving.setdefault(member.info.model, []).append(replica_id)
-        self.planning.replicas.serving = serving
-
     def _update_members(self, members: tuple[Member, ...]) -> None:
         for member in members:
             if member.up:
                 self.planning.add_model(member.info.model, member.info.profile)
         self._members = {member.info.replica_id: member for member in members}
-        self._update_serving()
+        serving: dict[str, list[str]] = {}
+        for replica_id, member in self._members.items():
+            if replica_id in self._connected:
+                serving.setdefault(member.info.model, []).append(replica_id)
+        self.planning.replicas.serving = serving
         self.stats.add_replica_counts(members)
 
     def _finish(self, seq: int) -> None:

@@ -25,8 +25,8 @@ class SimulatedCluster(JoinedCores):
 
     ticks_per_report = 20
 
-    def __init__(self, profile: Profile, driver: type[RoundDriver] = RoundDriver) -> None:
-        now, work_s = asyncio.get_running_loop().time, itertools.count(step=PLAN_S)
+    def __init__(self, profile: Profile, driver: type[RoundDriver] = RoundDriver, plan_s: float = PLAN_S) -> None:
+        now, work_s = asyncio.get_running_loop().time, itertools.count(step=plan_s)
         super().__init__([m.name for m in profile.models], profile.settings, now, work_s.__next__, driver)
         self._replicas: dict[str, SimulatedReplica] = {}
         self._to_replica: dict[str, Link] = {}

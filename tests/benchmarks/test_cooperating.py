@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -37,13 +37,13 @@ ALONE_PLANNED = Speculation("fixed", ("a", "t"))
 
 
 def drafters(
-    errors: str = "own", base_ms: float = 0.3, target_ms: float = 0.3, eos_after: int | None = None
+    errors: Literal["own", "shared"] = "own", base_ms: float = 0.3, target_ms: float = 0.3, eos_after: int | None = None
 ) -> dict[str, Backend]:
     specs = {
-        name: EmulateSpec(base_ms, agreement, errors=errors, confidence_spread=0.2, eos_after=eos_after)  # type: ignore[arg-type]
+        name: EmulateSpec(base_ms, agreement, errors=errors, confidence_spread=0.2, eos_after=eos_after)
         for name, agreement in zip("abc", (0.8, 0.7, 0.5), strict=True)
     }
-    specs["t"] = EmulateSpec(target_ms, 1.0, errors=errors, eos_after=eos_after)  # type: ignore[arg-type]
+    specs["t"] = EmulateSpec(target_ms, 1.0, errors=errors, eos_after=eos_after)
     return {name: EmulatedBackend(name, rank, spec, 512) for rank, (name, spec) in enumerate(specs.items())}
 
 
@@ -54,7 +54,7 @@ async def alone(cluster: InProcessCluster, prompt: bytes, max_tokens: int) -> li
 @pytest.mark.parametrize("speculation", [TOGETHER, PLANNED, ALONE_PLANNED, Speculation()])
 @pytest.mark.parametrize("errors", ["own", "shared"])
 async def test_fused_text_is_the_targets_with_accepted_and_rejected_drafts(
-    errors: str, speculation: Speculation
+    errors: Literal["own", "shared"], speculation: Speculation
 ) -> None:
     async with running(drafters(errors, target_ms=2.0), SETTINGS) as cluster:
         for prompt in PROMPTS:

@@ -90,14 +90,14 @@ def test_a_link_delivers_in_order_after_latency_and_bytes() -> None:
 
 
 def test_messages_sent_at_once_arrive_in_order() -> None:
-    async def work() -> list[int]:
-        link, arrived = Link(LinkSpec(latency_ms=10.0)), list[int]()
+    async def work() -> list[Message]:
+        link, arrived = Link(LinkSpec(latency_ms=10.0)), list[Message]()
         for seq in range(64):
-            link.send(Finish(seq), lambda message: arrived.append(message.seq))  # type: ignore[attr-defined]
+            link.send(Finish(seq), arrived.append)
         await asyncio.sleep(1.0)
         return arrived
 
-    assert run(work()) == list(range(64))
+    assert run(work()) == [Finish(seq) for seq in range(64)]
 
 
 @pytest.mark.parametrize(

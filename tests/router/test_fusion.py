@@ -57,7 +57,7 @@ def test_independent_errors_gain_what_a_simulation_says(rates: tuple[float, ...]
             sums[guesses[0][0]] = sums.get(guesses[0][0], 0.0) + guesses[0][1]
         best = [token for token, total in sums.items() if total > max(sums.values()) - 1e-9]
         right += (0 in best) / len(best)
-    assert independent(tuple(rates)) == pytest.approx(right / trials, abs=0.01)
+    assert independent(rates) == pytest.approx(right / trials, abs=0.01)
 
 
 def test_the_gain_fades_where_drafters_err_alike_and_stays_where_they_do_not() -> None:
@@ -66,13 +66,13 @@ def test_the_gain_fades_where_drafters_err_alike_and_stays_where_they_do_not() -
     rates = (0.8, 0.8, 0.8)
     for _ in range(500):
         alike.observe(rates, sum(rng.random() < 0.8 for _ in range(4)), 4)
-        own.observe(rates, sum(rng.random() < independent(tuple(rates)) for _ in range(4)), 4)
+        own.observe(rates, sum(rng.random() < independent(rates) for _ in range(4)), 4)
     assert alike.acceptance(rates) == pytest.approx(0.8, abs=0.02)
-    assert own.acceptance(rates) == pytest.approx(independent(tuple(rates)), abs=0.02)
+    assert own.acceptance(rates) == pytest.approx(independent(rates), abs=0.02)
     assert alike.share < 0.3 < 0.8 < own.share
 
 
 def test_of_many_drafters_two_that_are_right_are_enough() -> None:
     many = (0.75, 0.75, 0.45, 0.45, 0.45, 0.45, 0.45, 0.45)
-    assert independent(tuple(many)) == pytest.approx(0.985, abs=0.01)
+    assert independent(many) == pytest.approx(0.985, abs=0.01)
     assert independent((0.9, *[0.05] * 7)) == pytest.approx(0.9, abs=0.02)

@@ -149,8 +149,8 @@ def test_a_level_that_joins_late_must_be_worth_what_it_computes_first() -> None:
         observer.checked(CheckSeen(*PAIR, 4, 2, 4))
     for num_rows, chain in ((0, PAIR), (128, PAIR), (4096, PAIR[1:])):
         missing = (("drafter", num_rows),) if num_rows else ()
-        plan = planning.plan(PAIR, Speculation(), None, missing)
+        plan = planning.plan(PAIR, Speculation(), OwnRates(), missing)
         assert plan.chain == chain
-        joined = planning.plan(PAIR, Speculation())
+        joined = planning.plan(PAIR, Speculation(), OwnRates())
         if num_rows == 128:
             assert plan.predicted_ms_per_token == pytest.approx(joined.predicted_ms_per_token + 128 * 0.5 / 64)

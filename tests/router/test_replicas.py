@@ -39,7 +39,7 @@ def test_a_straggler_gets_what_it_can_do() -> None:
     for _ in range(12):
         replicas.opened({"t": order(replicas, [])[0]}, [])
     assert replicas.open["x"] <= 1
-    replicas.lost("x")
+    replicas.lost("t", "x")
     assert replicas.slowness("x") == 1.0
 
 
@@ -51,7 +51,7 @@ def test_a_prompt_goes_where_its_beginning_is_cached_unless_that_costs_more() ->
     for _ in range(20):
         replicas.opened({"t": "z"}, [])
     assert order(replicas, [*LONG, 1, 2])[0] != "z"
-    replicas.lost("z")
+    replicas.lost("t", "z")
     assert order(replicas, LONG) == order(replicas, [])
 
 
