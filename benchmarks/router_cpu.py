@@ -25,7 +25,7 @@ from benchmarks.stub_peers import MODELS, StubCoordinator, StubIngress, make_rep
 from cluster.config import parse_config
 from cluster.frames import Limits, decode_frame, encode_frames
 from deployments.router import Router, settings_of
-from kvstate.protocol import Admit, AnyMessage, Members, Message
+from kvstate.protocol import Admit, AnyMessage, Members
 from router.service import RouterCore
 from router.stats import RouterStats
 
@@ -69,21 +69,21 @@ class CoreWithoutStreams:
             self.core.replica_connected(name)
         self._ingress.start()
 
-    def to_replica(self, replica_id: str, message: Message) -> bool:
+    def to_replica(self, replica_id: str, message: AnyMessage) -> bool:
         return self._queue(self._outboxes, self._to_stub, replica_id, message)
 
-    def to_coordinator(self, message: Message) -> bool:
+    def to_coordinator(self, message: AnyMessage) -> bool:
         return self._queue(self._outboxes, self._to_stub, "coordinator", message)
 
-    def to_ingress(self, ingress_id: str, message: Message) -> bool:
+    def to_ingress(self, ingress_id: str, message: AnyMessage) -> bool:
         return self._queue(self._outboxes, self._to_stub, ingress_id, message)
 
     def _queue(
-        self, queues: dict[str, list[AnyMessage]], deliver: Callable[[str], None], name: str, message: Message
+        self, queues: dict[str, list[AnyMessage]], deliver: Callable[[str], None], name: str, message: AnyMessage
     ) -> bool:
         """One frame per peer and tick, as a stream does it."""
         queue = queues.setdefault(name, [])
-        queue.append(message)  # type: ignore[arg-type]
+        queue.append(message)
         if len(queue) == 1:
             asyncio.get_running_loop().call_soon(deliver, name)
         return True

@@ -103,7 +103,7 @@ class KVCoordinator:
         for outgoing in messages:
             stream = self._streams.get((outgoing.to_kind, outgoing.to_id))
             if stream is not None:
-                stream.send(outgoing.message)  # type: ignore[arg-type]
+                stream.send(outgoing.message)
 
     async def _tick(self) -> None:
         while True:

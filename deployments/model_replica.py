@@ -20,7 +20,7 @@ from cluster.stream import Stream
 from cluster.transport import serve as serve_streams
 from deployments.backends import build_backend, emulate_spec
 from deployments.streams import Callbacks, endpoint, node_address
-from kvstate.protocol import AnyMessage, Message, Profile, Register, ReplicaInfo
+from kvstate.protocol import AnyMessage, Profile, Register, ReplicaInfo
 from models.backend import Backend
 from models.emulated import EmulatedBackend
 from models.engine import Engine, InboxFull, UnknownMessage
@@ -141,7 +141,7 @@ class ModelReplica:
             log.warning("closing the stream of %s: %s %s", stream.peer.id, type(error).__name__, error)
             stream.break_off(type(error).__name__)
 
-    def _deliver(self, replies: Sequence[tuple[object, Message]]) -> None:
+    def _deliver(self, replies: Sequence[tuple[object, AnyMessage]]) -> None:
         """Called on the engine's thread, once per step."""
         self._loop.call_soon_threadsafe(_send_all, list(replies))
 
@@ -159,10 +159,10 @@ class ModelReplica:
         self._deliver([(stream, replace(report, counts=counts))])
 
 
-def _send_all(replies: Sequence[tuple[object, Message]]) -> None:
+def _send_all(replies: Sequence[tuple[object, AnyMessage]]) -> None:
     for stream, message in replies:
         assert isinstance(stream, Stream)
-        stream.send(message)  # type: ignore[arg-type]
+        stream.send(message)
 
 
 def _describe(backend: Backend, replica_id: str, model: AnyModel, address: str, profile: Profile) -> ReplicaInfo:

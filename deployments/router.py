@@ -16,7 +16,7 @@ from cluster.transport import MakeHandler, RefusedError, serve
 from deployments.memory import Memory, memory_path
 from deployments.metrics import RouterMetrics
 from deployments.streams import Callbacks, endpoint, new_generation, node_address
-from kvstate.protocol import AnyMessage, Members, Message
+from kvstate.protocol import AnyMessage, Members
 from router.learned import NOTHING
 from router.service import RouterCore
 from router.settings import RouterSettings
@@ -113,14 +113,14 @@ class Router:
 
     # ------------------------------------------------------------------------------------------------------ Outbound
 
-    def to_replica(self, replica_id: str, message: Message) -> bool:
+    def to_replica(self, replica_id: str, message: AnyMessage) -> bool:
         dialer = self._replicas.get(replica_id)
         return _send(dialer.stream if dialer is not None else None, message)
 
-    def to_coordinator(self, message: Message) -> bool:
+    def to_coordinator(self, message: AnyMessage) -> bool:
         return _send(self._coordinator.stream, message)
 
-    def to_ingress(self, ingress_id: str, message: Message) -> bool:
+    def to_ingress(self, ingress_id: str, message: AnyMessage) -> bool:
         return _send(self._ingresses.get(ingress_id), message)
 
     # ------------------------------------------------------------------------------------------------------- streams
@@ -182,8 +182,8 @@ class Router:
         return dialer
 
 
-def _send(stream: Stream | None, message: Message) -> bool:
+def _send(stream: Stream | None, message: AnyMessage) -> bool:
     if stream is None or not stream.is_open:
         return False
-    stream.send(message)  # type: ignore[arg-type]
+    stream.send(message)
     return True

@@ -27,6 +27,7 @@ from kvstate.protocol import (
     Acked,
     Admit,
     Admitted,
+    AnyMessage,
     Close,
     Closed,
     Commit,
@@ -34,7 +35,6 @@ from kvstate.protocol import (
     Finish,
     Held,
     Members,
-    Message,
     Register,
     ReplicaInfo,
     Report,
@@ -87,7 +87,7 @@ class Outgoing:
 
     to_kind: Literal["replica", "router"]
     to_id: str
-    message: Message
+    message: AnyMessage
 
 
 FromReplica = Register | Report | Acked | Closed

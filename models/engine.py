@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from kvstate.allocator import BlockAllocator, prefix_keys
 from kvstate.protocol import (
     Acked,
+    AnyMessage,
     Check,
     Close,
     Closed,
@@ -46,7 +47,7 @@ Batch = Sequence[tuple["Task", Sequence[Slice]]]
 """Tasks of a forward, each with its rows; a tree's are in several slices."""
 
 Sender = object
-Deliver = Callable[[Sequence[tuple[Sender, Message]]], None]
+Deliver = Callable[[Sequence[tuple[Sender, AnyMessage]]], None]
 
 
 @dataclass(slots=True)
@@ -147,7 +148,7 @@ class Engine:
         self._holdings: dict[int, Holding] = {}
         self._blocks = BlockAllocator(backend.num_blocks, backend.block_tokens)
         self._tasks: list[Task] = []
-        self._replies: list[tuple[Sender, Message]] = []
+        self._replies: list[tuple[Sender, AnyMessage]] = []
         self._dropped: list[int] = []
         self._gathering = Gathering()
         self._handlers: dict[type, Callable[[Sender, Message], None]] = {

@@ -7,17 +7,17 @@ and key; one whose key nobody waits for is ignored.
 import asyncio
 from typing import NamedTuple, Protocol
 
-from kvstate.protocol import Key, Message, Step, StepReply
+from kvstate.protocol import AnyMessage, Key, Step, StepReply
 
 
 class Outbound(Protocol):
     """Each call returns False when there is no open stream to that side; it never blocks."""
 
-    def to_replica(self, replica_id: str, message: Message) -> bool: ...
+    def to_replica(self, replica_id: str, message: AnyMessage) -> bool: ...
 
-    def to_coordinator(self, message: Message) -> bool: ...
+    def to_coordinator(self, message: AnyMessage) -> bool: ...
 
-    def to_ingress(self, ingress_id: str, message: Message) -> bool: ...
+    def to_ingress(self, ingress_id: str, message: AnyMessage) -> bool: ...
 
 
 class ReplicaLost(Exception):
