@@ -62,23 +62,34 @@ def check_chain(config: "AppConfig") -> None:
 
 
 def _check_chain_names(config: "AppConfig", chain: tuple[str, ...]) -> None:
-    levels = config.levels
-    for index, element in enumerate(chain):
-        names = members_of(element)
+    fault = chain_fault([members_of(element) for element in chain], config.levels, config.target.name)
+    if fault is not None:
+        place, reason = fault
+        raise ConfigError("router.chain" if place is None else f"router.chain[{place}]", reason)
+
+
+def chain_fault(
+    elements: Sequence[Sequence[str]], levels: Mapping[str, int], target: str, group_at: int = 0
+) -> tuple[int | None, str] | None:
+    """Why these cannot be a chain, each given by its models' names, and what to do; None if they can.
+
+    The first of the pair says which of them is at fault, None for the chain as a whole. Only the one at `group_at` may
+    have several models.
+    """
+    for place, names in enumerate(elements):
         for name in names:
             if name not in levels:
-                raise ConfigError(
-                    f"router.chain[{index}]", f"no model {name!r}; nearest valid name: {nearest(name, levels)}"
-                )
-            if index and (fault := order_fault(members_of(chain[index - 1])[0], name, levels)) is not None:
-                raise ConfigError(f"router.chain[{index}]", fault)
-        if (fault := group_fault(names, levels, is_first=index == 0)) is not None:
-            raise ConfigError(f"router.chain[{index}]", fault)
-    if not chain or chain[-1] != config.target.name:
-        raise ConfigError("router.chain", f"must end with the target, {config.target.name}")
+                return place, f"no model {name!r}; nearest valid name: {nearest(name, levels)}"
+            if place and (fault := _order_fault(elements[place - 1][0], name, levels)) is not None:
+                return place, fault
+        if (fault := _group_fault(names, levels, may_be=place == group_at)) is not None:
+            return place, fault
+    if not elements or list(elements[-1]) != [target]:
+        return None, f"must end with the target, {target}"
+    return None
 
 
-def order_fault(before: str, name: str, levels: Mapping[str, int]) -> str | None:
+def _order_fault(before: str, name: str, levels: Mapping[str, int]) -> str | None:
     """Why `name` cannot follow `before` in a chain, and what to do; None if it can."""
     if levels[name] > levels[before]:
         return None
@@ -87,11 +98,11 @@ def order_fault(before: str, name: str, levels: Mapping[str, int]) -> str | None
     return f"{name} must come before {before}: cheapest first"
 
 
-def group_fault(names: Sequence[str], levels: Mapping[str, int], *, is_first: bool) -> str | None:
+def _group_fault(names: Sequence[str], levels: Mapping[str, int], *, may_be: bool) -> str | None:
     """Why these models cannot stand in one place of a chain, and what to do; None if they can."""
     if len(names) == 1:
         return None
-    if not is_first:
+    if not may_be:
         return "only drafters cooperate, which stand first; give one name here"
     if len(set(names)) < len(names):
         return "names a drafter twice; name each once"

@@ -5,13 +5,12 @@ A field of OpenAI's API that is not served yet is refused by name, never ignored
 
 import json
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cluster.config import AppConfig
-from cluster.config_rules import group_fault, order_fault
+from cluster.config_rules import chain_fault
 from router.plan import GROUP, members_of, split_cascade
 
 NOT_SERVED = frozenset(
@@ -79,9 +78,12 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
+ModelName = Annotated[str, Field(max_length=1024)]
+
+
 class SpeculationBody(Body):
     mode: Literal["auto", "off", "fixed"] = "auto"
-    chain: list[str | Annotated[list[str], Field(min_length=1)]] = []
+    chain: list[ModelName | Annotated[list[ModelName], Field(min_length=1)]] = []
     windows: Annotated[list[Annotated[int, Field(ge=1, le=MOST_WINDOW)]], Field(max_length=64)] = []
 
     @property
@@ -241,29 +243,20 @@ def _check_combinations(body: Generation) -> None:
 
 
 def _check_speculation(wish: SpeculationBody, config: AppConfig) -> None:
-    names, levels = [model.name for model in config.models], config.levels
+    levels = config.levels
     if wish.mode != "fixed":
         if wish.chain or wish.windows:
             raise ApiError(400, "speculation.chain and windows need mode fixed", "speculation.mode")
         return
-    first, tail = split_cascade(wish.elements[0]) if wish.chain else ("", None)
-    elements = [*([tail] if tail else []), first, *wish.elements[1:]]
-    chain = [name for element in elements for name in members_of(element)]
-    unknown = [name for name in chain if name not in names]
-    if chain[-1] != names[-1] or unknown:
-        which = f"; there is no {unknown[0]!r}" if unknown else ""
-        fix = f"speculation.chain must end with {names[-1]!r} and name models of {names}{which}"
-        raise ApiError(400, fix, "speculation.chain")
-    for place, element in enumerate(elements):
-        fault = group_fault(members_of(element), levels, is_first=place == (tail is not None))
-        if fault is not None:
-            raise ApiError(400, f"speculation.chain: {fault}", "speculation.chain")
-    first_levels = [levels[members_of(element)[0]] for element in elements]
-    for before, name in pairwise(members_of(element)[0] for element in elements):
-        if name != before and levels[name] == levels[before]:
-            raise ApiError(400, f"speculation.chain: {order_fault(before, name, levels)}", "speculation.chain")
-    if sorted(set(first_levels)) != first_levels or (tail and len(wish.chain) == 1):
-        raise ApiError(400, "speculation.chain must go from cheapest to target, each once", "speculation.chain")
+    tail, elements = None, wish.elements
+    if elements:
+        first, tail = split_cascade(elements[0])
+        elements = (*([tail] if tail else []), first, *elements[1:])
+    named = [members_of(element) for element in elements]
+    fault = chain_fault(named, levels, config.target.name, group_at=int(tail is not None))
+    if fault is not None or (tail and len(wish.chain) == 1):
+        reason = "a tail follows a drafter, which the target follows" if fault is None else fault[1]
+        raise ApiError(400, f"speculation.chain: {reason} (models: {', '.join(levels)})", "speculation.chain")
     if wish.windows and len(wish.windows) != len(wish.chain) - 1:
         raise ApiError(
             400, "speculation.windows must have one window less than chain has models", "speculation.windows"

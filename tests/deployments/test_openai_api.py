@@ -77,7 +77,7 @@ def test_chains_that_can_be_wished(chain: list[str]) -> None:
 @pytest.mark.parametrize(
     "chain",
     [[], ["m68"], ["m1b", "m68", "m70b"], ["m68+m8b", "m70b"], ["m8b+", "m1b"], ["m8b+m8b", "m70b"], ["m70b+m68"]]
-    + [["m8b+no", "m70b"], ["m68", "m8b+m1b", "m70b"], ["m8b+m1b+m68", "m70b"]],
+    + [["m8b+no", "m70b"], ["m68", "m8b+m1b", "m70b"], ["m8b+m1b+m68", "m70b"], ["", "m70b"], ["+m68", "m70b"]],
 )
 def test_chains_that_cannot(chain: list[str]) -> None:
     with pytest.raises(ApiError) as caught:
