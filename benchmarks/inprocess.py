@@ -26,7 +26,7 @@ class InProcessCluster(JoinedCores):
     """`backends`: model name → backend, cheapest first, target last. Use `running`."""
 
     def __init__(self, backends: Mapping[str, Backend], settings: RouterSettings, lose: Lose) -> None:
-        super().__init__(tuple(backends), settings, time.monotonic, time.perf_counter)
+        super().__init__(tuple(backends), settings, time.monotonic, time.thread_time)
         self._loop = asyncio.get_running_loop()
         self._lose = lose
         self.backends = backends

@@ -13,8 +13,10 @@ FRESH_S, STALE_S = 0.25, 4.0
 """A plan is made anew when it is older than the first, if there is time, and in any case when older than the second."""
 
 MOST_PLANS = 512
-SHARE, MOST_SAVED_S = 0.05, 0.02
-"""Of the router's time that planning may take, and how much of it is saved up while there is nothing to plan."""
+SHARE, IDLE_SHARE, MOST_SAVED_S = 0.03, 0.25, 0.02
+"""Planning may take so much of the router's time, or of the time that the router is idle, where that is more; and how
+much of it is saved up while there is nothing to plan.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +26,14 @@ class _Made:
 
 
 class PlanCache:
-    """`clock` tells ages; `work_clock` what planning takes. Both in seconds."""
+    """`clock` tells ages; `work_clock` the processor time of the router's thread. Both in seconds."""
 
-    def __init__(self, clock: Callable[[], float], work_clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, clock: Callable[[], float], work_clock: Callable[[], float] = time.thread_time) -> None:
         self._clock = clock
         self._work_clock = work_clock
         self._made: OrderedDict[Hashable, _Made] = OrderedDict()
         self._saved_s = MOST_SAVED_S
-        self._looked_s = clock()
+        self._looked_s, self._worked_s = clock(), 0.0
 
     def __len__(self) -> int:
         return len(self._made)
@@ -41,9 +43,11 @@ class PlanCache:
 
     def has_time(self) -> bool:
         """Whether planning has kept within its share up to now."""
-        now = self._clock()
-        self._saved_s = min(MOST_SAVED_S, self._saved_s + SHARE * (now - self._looked_s))
-        self._looked_s = now
+        now_s, worked_s = self._clock(), self._work_clock()
+        passed_s, busy_s = now_s - self._looked_s, worked_s - self._worked_s
+        given_s = max(SHARE * passed_s, IDLE_SHARE * (passed_s - busy_s))
+        self._saved_s = min(MOST_SAVED_S, self._saved_s + given_s)
+        self._looked_s, self._worked_s = now_s, worked_s
         return self._saved_s > 0.0
 
     def get(self, key: Hashable, make: Callable[[Plan | None], Plan]) -> Plan:

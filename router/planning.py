@@ -107,7 +107,7 @@ class Planning:
         clock: Callable[[], float],
         stats: RouterStats,
         max_age_s: float = 0.25,
-        work_clock: Callable[[], float] = time.perf_counter,
+        work_clock: Callable[[], float] = time.thread_time,
         learned: Learned = NOTHING,
     ) -> None:
         self._settings = settings
@@ -121,6 +121,7 @@ class Planning:
         self.table = RouterTable(learned)
         self.replicas = Replicas()
         self.records: dict[tuple[str, ...], RunRecord] = {}
+        self.plans_made = 0
         self.plan_changes = 0
         self.is_overloaded = False
         self.cooperation = Cooperation(self.snapshot, clock, self.replicas, learned.subjects)
@@ -332,6 +333,7 @@ class Planning:
         return self._plans.get(wanted, partial(self._make, wanted))
 
     def _make(self, wanted: Wanted, present: Plan | None) -> Plan:
+        self.plans_made += 1
         planner = self._planner(wanted)
         best = planner.choose((*wanted.routed.groups, *wanted.routed.alone), present, self._slo_ms_per_token)
         chosen = self._finished(planner, best)

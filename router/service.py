@@ -9,7 +9,6 @@ import asyncio
 import itertools
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
@@ -22,7 +21,6 @@ from kvstate.protocol import (
     Delivered,
     Drafted,
     Failed,
-    Finish,
     FinishReason,
     Member,
     Members,
@@ -34,6 +32,7 @@ from kvstate.protocol import (
     SpecMetrics,
     Verdict,
 )
+from router.admissions import RETRY_AFTER_S, Admissions, Refused
 from router.classes import context_of
 from router.driver import Commit, RoundDriver, TargetLost
 from router.learned import NOTHING, Learned
@@ -51,23 +50,10 @@ from router.table_view import explain
 
 log = logging.getLogger(__name__)
 
-RETRY_AFTER_S = 1.0
 CONNECT_S = 3.0
-OVERLOAD_S = 1.0
 ROWS_STEP = 64
-MOST_UNSENT = 100_000
-"""Ends that no coordinator could be told of; those beyond are left to the leases of the sequences."""
-
 NUM_TOP = 16
 """Likeliest tokens that probes state, and some checks, where probes are sent at all."""
-
-
-class Refused(Exception):
-    """The request ends with an error of this code (as in HTTP)."""
-
-    def __init__(self, code: int, message: str, retry_after_s: float | None = None) -> None:
-        super().__init__(code, message, retry_after_s)
-        self.code, self.message, self.retry_after_s = code, message, retry_after_s
 
 
 @dataclass(slots=True)
@@ -92,15 +78,6 @@ class Request:
         return self.deadline_s - self.message.deadline_s
 
 
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    """For room."""
-
-    admit: Admit
-    answer: asyncio.Future[Admitted]
-    since_s: float
-
-
 class RouterCore:
     """All requests of one app. `generation` keeps its sequence ids apart from those of earlier routers, `learned` is
     what they knew; `driver` drives the rounds of each request.
@@ -113,7 +90,7 @@ class RouterCore:
         *,
         generation: int,
         clock: Callable[[], float] = time.monotonic,
-        work_clock: Callable[[], float] = time.perf_counter,
+        work_clock: Callable[[], float] = time.thread_time,
         learned: Learned = NOTHING,
         driver: type[RoundDriver] = RoundDriver,
     ) -> None:
@@ -124,8 +101,7 @@ class RouterCore:
         self._clock = clock
         self._ids = itertools.count(generation << 20)
         self._requests: dict[str, Request] = {}
-        self._admissions: dict[int, _Waiting] = {}
-        self._unsent: deque[Finish] = deque(maxlen=MOST_UNSENT)
+        self._admissions = Admissions(outbound, settings.max_queue, clock)
         self._calls = StepCalls(outbound, settings.step_timeout_s)
         self._connected: set[str] = set()
         self._connections = asyncio.Event()
@@ -182,8 +158,8 @@ class RouterCore:
 
     def on_coordinator(self, message: Message) -> None:
         match message:
-            case Admitted(seq=seq) if seq in self._admissions and not self._admissions[seq].answer.done():
-                self._admissions[seq].answer.set_result(message)
+            case Admitted():
+                self._admissions.answered(message)
             case Members(members=members):
                 self._update_members(members)
 
@@ -192,10 +168,7 @@ class RouterCore:
         for request in self._requests.values():
             if request.sequence is not None:
                 self._outbound.to_coordinator(self._resume(request.sequence, request.message.max_tokens))
-        while self._unsent and self._outbound.to_coordinator(self._unsent[0]):
-            self._unsent.popleft()
-        for waiting in self._admissions.values():
-            self._outbound.to_coordinator(waiting.admit)
+        self._admissions.coordinator_connected()
 
     def coordinator_lost(self) -> None:
         """Running rounds go on; openings wait."""
@@ -286,11 +259,11 @@ class RouterCore:
                 request.sequence, replaces = None, sequence.seq
                 continue
             except BaseException:
-                self._finish(sequence.seq)
+                self._admissions.finish(sequence.seq)
                 raise
             finally:
                 self.planning.replicas.closed(placed)
-            self._finish(sequence.seq)
+            self._admissions.finish(sequence.seq)
             return
 
     async def _admitted(self, request: Request, replaces: int | None) -> RunningSequence:
@@ -302,24 +275,12 @@ class RouterCore:
         expected = {model: ids[0] for model, ids in preferred.items()}
         max_len = len(message.prompt) + message.max_tokens
         admit = Admit(seq, len(message.prompt), max_len, replaces, preferred, models)
-        future: asyncio.Future[Admitted] = asyncio.get_running_loop().create_future()
-        self._admissions[seq] = _Waiting(admit, future, self._clock())
-        # The queue is the coordinator's; while it is away requests wait here, and coordinator_connected asks again.
-        sent = self._outbound.to_coordinator(admit)
-        if not sent and len(self._admissions) > self._settings.max_queue:
-            future.set_exception(Refused(429, "the queue is full: retry later", RETRY_AFTER_S))
         self.planning.replicas.opened(expected, ())  # so that many that come at once do not all go there
         try:
-            answer = await future
-        except BaseException:
-            self._finish(seq)
-            raise
+            admitted = await self._admissions.ask(admit)
         finally:
             self.planning.replicas.closed(expected)
-            del self._admissions[seq]
-        if answer.refusal is not None:
-            raise Refused(answer.code, answer.refusal, RETRY_AFTER_S if answer.code != 400 else None)
-        holders = {model: Holder(model, replica_id) for model, replica_id in answer.holders.items()}
+        holders = {model: Holder(model, replica_id) for model, replica_id in admitted.holders.items()}
         tokens = [*message.prompt, *request.output]
         num_top = NUM_TOP if message.speculation.mode == "auto" and self._settings.explore > 0.0 else 0
         sampling, logprobs = message.sampling, message.logprobs
@@ -371,17 +332,11 @@ class RouterCore:
             self._count_round(request, plan, self._clock() - started_s, len(commit.tokens))
             self._deliver(request, sequence, commit)
 
-    @property
-    def _is_overloaded(self) -> bool:
-        """The first that asked for room has waited for long."""
-        first = next(iter(self._admissions.values()), None)
-        return first is not None and self._clock() - first.since_s > OVERLOAD_S
-
     def _plan(self, request: Request, sequence: RunningSequence, missing: Missing) -> Plan:
         own, target = request.own, self._settings.target
         if target not in sequence.holders:
             raise TargetLost(target)
-        self.planning.is_overloaded, self.planning.table.num_open = self._is_overloaded, len(self._requests)
+        self.planning.is_overloaded, self.planning.table.num_open = self._admissions.is_overloaded, len(self._requests)
         speculation = request.message.speculation
         request.plan = plan = self.planning.plan(tuple(sequence.holders), speculation, own, missing, request.plan)
         request.chain = plan.label
@@ -465,10 +420,6 @@ class RouterCore:
                 serving.setdefault(member.info.model, []).append(replica_id)
         self.planning.replicas.serving = serving
         self.stats.add_replica_counts(members)
-
-    def _finish(self, seq: int) -> None:
-        if not self._outbound.to_coordinator(Finish(seq)):
-            self._unsent.append(Finish(seq))
 
     def _resume(self, sequence: RunningSequence, max_tokens: int) -> Resume:
         holders = {model: holder.replica_id for model, holder in sequence.holders.items()}

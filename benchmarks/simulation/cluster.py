@@ -4,7 +4,6 @@ It knows messages only: whatever the router comes to send, it is carried. Use in
 """
 
 import asyncio
-import itertools
 from functools import partial
 
 from benchmarks.joined import JoinedCores
@@ -15,8 +14,8 @@ from kvstate.protocol import Message
 from router.driver import RoundDriver
 
 PLAN_S = 1e-3
-"""What a plan is taken to cost the router, which has a share of its time for them (router/plan_cache.py): its work
-clock is read before and after each.
+"""What a plan is taken to cost the router, which has a share of its time for them (router/plan_cache.py). Nothing else
+that it does takes time here.
 """
 
 
@@ -26,8 +25,9 @@ class SimulatedCluster(JoinedCores):
     ticks_per_report = 20
 
     def __init__(self, profile: Profile, driver: type[RoundDriver] = RoundDriver, plan_s: float = PLAN_S) -> None:
-        now, work_s = asyncio.get_running_loop().time, itertools.count(step=plan_s)
-        super().__init__([m.name for m in profile.models], profile.settings, now, work_s.__next__, driver)
+        now = asyncio.get_running_loop().time
+        names = [model.name for model in profile.models]
+        super().__init__(names, profile.settings, now, lambda: plan_s * self.router.planning.plans_made, driver)
         self._replicas: dict[str, SimulatedReplica] = {}
         self._to_replica: dict[str, Link] = {}
         self._from: dict[str, Link] = {}
