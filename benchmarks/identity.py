@@ -15,12 +15,13 @@ import json
 import math
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -126,21 +127,18 @@ def rows_of(levels: Mapping[str, int]) -> list[Row]:
 @contextmanager
 def switching(cluster: InProcessCluster, wishes: Sequence[Speculation]) -> Iterator[None]:
     """Every request goes on to the next of `wishes` after SWITCH_ROUNDS plans; the router has one task per request."""
-    planning: Any = cluster.router.planning
-    plan: Callable[[Sequence[str], Speculation], Plan] = planning.plan
+    planning = cluster.router.planning
+    plan = planning.plan
     rounds: weakref.WeakKeyDictionary[asyncio.Task[Any], int] = weakref.WeakKeyDictionary()
 
-    def plan_next(holders: Sequence[str], *_: object) -> Plan:
+    def plan_next(holders: Sequence[str], _: Speculation, *others: Any) -> Plan:
         task = asyncio.current_task()
         assert task is not None
         rounds[task] = rounds.get(task, -1) + 1
-        return plan(holders, wishes[rounds[task] // SWITCH_ROUNDS % len(wishes)])
+        return plan(holders, wishes[rounds[task] // SWITCH_ROUNDS % len(wishes)], *others)
 
-    planning.plan = plan_next
-    try:
+    with patch.object(planning, "plan", plan_next):
         yield
-    finally:
-        planning.plan = plan
 
 
 @asynccontextmanager

@@ -12,7 +12,7 @@ import torch
 from msgspec.structs import replace
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.identity import evicting
+from benchmarks.identity import SWITCH_ROUNDS, evicting, switching
 from benchmarks.inprocess import AUTO, InProcessCluster, RequestFailed, running
 from kvstate.protocol import (
     CancelRequest,
@@ -235,6 +235,17 @@ async def test_kv_that_is_evicted_all_the_time_is_made_again_with_the_same_text(
             )
         assert [output.tokens for output in outputs] == wanted
         assert sum(engine.stats.evicted_sequences for engine in cluster.engines.values()) > before
+
+
+async def test_chains_that_take_turns_within_each_request_keep_the_text() -> None:
+    async with running(chain_of_three()) as cluster:
+        wanted = [await alone(cluster, prompt, 120) for prompt in PROMPTS]
+        before = cluster.router.stats.chain_rounds.copy()
+        with switching(cluster, [fixed(chain) for chain in CHAINS]):
+            outputs = await asyncio.gather(*(cluster.generate(prompt, GREEDY, 120, (256,)) for prompt in PROMPTS))
+        assert [output.tokens for output in outputs] == wanted
+        rounds = cluster.router.stats.chain_rounds - before
+        assert all(rounds[chain] >= SWITCH_ROUNDS for chain in CHAINS), rounds
 
 
 async def test_sequences_that_started_apart_come_to_share_their_forwards() -> None:
