@@ -1,69 +1,41 @@
 """Attention over paged blocks: each row's head is computed by itself, so nothing else in the batch changes its bits.
 
 Keys lie with TILE positions side by side, [blocks, G, T / TILE, D, TILE], values with their dimensions side by side,
-[blocks, G, T, D]: both passes are plain sums in a fixed order, sixteen at a time. Four rows or heads that read the same
-keys go through them together. Letters: R rows, H query heads, G key/value heads, D head size, T positions of a block,
-S sequences; a *query* is one row's head, those of one sequence and key/value head are numbered row by row.
+[blocks, G, T, D]: both passes are plain sums in a fixed order, sixteen at a time. Up to eight rows or heads that read
+the same keys go through them together. Letters: R rows, H query heads, G key/value heads, D head size, T positions of a
+block, S sequences; a *query* is one row's head, those of one sequence and key/value head are numbered row by row.
 """
 
 import numpy as np
 from numba import njit, prange
 
 from models.kernels.elementwise import exp_of_negative
-from models.kernels.simd import LANES, fma, load, maximum, splat, store
+from models.kernels.rows import AT_ONCE, eight, fma, four, pick, put, zeros
+from models.kernels.simd import LANES, load, maximum, store
 
 TILE = LANES
 """Positions of a block, and head sizes, are multiples of it."""
-AT_ONCE = 4
 ZERO = np.float32(0.0)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _scores(queries, keys, at, scores):
-    """queries [4, D] · keys [D · TILE] → scores[:, at : at + TILE]."""
-    q0, q1, q2, q3 = queries[0], queries[1], queries[2], queries[3]
-    s0 = s1 = s2 = s3 = splat(ZERO)
-    for d in range(q0.shape[0]):
-        key = load(keys, d * TILE)
-        s0, s1, s2, s3 = fma(q0[d], key, s0), fma(q1[d], key, s1), fma(q2[d], key, s2), fma(q3[d], key, s3)
-    store(scores[0], at, s0)
-    store(scores[1], at, s1)
-    store(scores[2], at, s2)
-    store(scores[3], at, s3)
+def _scores(queries, rows, keys, at, scores):
+    """queries [·, D] · keys [D · TILE] → scores[:, at : at + TILE]."""
+    totals = zeros(rows)
+    for d in range(queries.shape[1]):
+        totals = fma(pick(queries, rows, d), load(keys, d * TILE), totals)
+    put(scores, rows, at, totals)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _scores_of_one(query, keys, at, scores):
-    """As `_scores`, for one query."""
-    total = splat(ZERO)
-    for d in range(query.shape[0]):
-        total = fma(query[d], load(keys, d * TILE), total)
-    store(scores, at, total)
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _add_values(weights, at, values, sums):
-    """sums [4, D] += weights[:, at : at + T] · values [T, D]."""
-    w0, w1, w2, w3 = weights[0], weights[1], weights[2], weights[3]
-    for d in range(0, values.shape[1], LANES):
-        s0, s1, s2, s3 = load(sums[0], d), load(sums[1], d), load(sums[2], d), load(sums[3], d)
-        for t in range(values.shape[0]):
-            value, p = load(values[t], d), at + t
-            s0, s1, s2, s3 = fma(w0[p], value, s0), fma(w1[p], value, s1), fma(w2[p], value, s2), fma(w3[p], value, s3)
-        store(sums[0], d, s0)
-        store(sums[1], d, s1)
-        store(sums[2], d, s2)
-        store(sums[3], d, s3)
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _add_values_of_one(weights, at, values, sums):
-    """As `_add_values`, for one query."""
-    for d in range(0, values.shape[1], LANES):
-        total = load(sums, d)
-        for t in range(values.shape[0]):
-            total = fma(weights[at + t], load(values[t], d), total)
-        store(sums, d, total)
+def _weighted_values(weights, rows, blocks, values, d, out):
+    """weights [·, all positions] · `blocks` of values [T, D] → out[:, d : d + LANES]."""
+    totals, size = zeros(rows), values.shape[1]
+    for block in range(blocks.shape[0]):
+        own = values[blocks[block]]
+        for t in range(size):
+            totals = fma(pick(weights, rows, block * size + t), load(own[t], d), totals)
+    put(out, rows, d, totals)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -108,50 +80,44 @@ def _weigh(scores, first, position, scaling):
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _attend_some(query, count, keys, values, table, head, positions, scaling, window, out):
-    """`count` queries of one sequence and key/value head; query, out [4, D], positions [4]."""
-    tiles, size = keys.shape[2], values.shape[2]
-    last_block = positions[count - 1] // size
-    first_block = max(0, positions[0] + 1 - window) // size if window > 0 else 0
-    scores = np.empty((AT_ONCE, (last_block + 1) * size), np.float32)
-    for block in range(first_block, last_block + 1):
-        for tile in range(tiles):
-            at = block * size + tile * TILE
-            if count == 1:
-                _scores_of_one(query[0], keys[table[block], head, tile], at, scores[0])
-            else:
-                _scores(query, keys[table[block], head, tile], at, scores)
-    totals = np.empty(AT_ONCE, np.float32)
-    for i in range(count):
-        first = max(0, positions[i] + 1 - window) if window > 0 else 0
-        totals[i] = _weigh(scores[i], first, positions[i], scaling)
-    for i in range(count, AT_ONCE):
-        scores[i] = ZERO
-    out[:] = ZERO
-    for block in range(first_block, last_block + 1):
-        if count == 1:
-            _add_values_of_one(scores[0], block * size, values[table[block], head], out[0])
-        else:
-            _add_values(scores, block * size, values[table[block], head], out)
-    for i in range(count):
+def _attend_some(rows, query, keys, values, table, positions, scaling, window, out):
+    """Queries of one sequence and key/value head: query, out [N, D], positions [N]; keys, values of that head."""
+    size, num_queries = values.shape[1], positions.shape[0]
+    first = max(0, positions[0] + 1 - window) // size if window > 0 else 0
+    blocks = table[first : positions[num_queries - 1] // size + 1]
+    scores = np.empty((num_queries, blocks.shape[0] * size), np.float32)
+    for block in range(blocks.shape[0]):
+        for tile in range(keys.shape[1]):
+            _scores(query, rows, keys[blocks[block], tile], block * size + tile * TILE, scores)
+    totals = np.empty(num_queries, np.float32)
+    for i in range(num_queries):
+        position = positions[i] - first * size
+        totals[i] = _weigh(scores[i], max(0, position + 1 - window) if window > 0 else 0, position, scaling)
+    for d in range(0, out.shape[1], LANES):
+        _weighted_values(scores, rows, blocks, values, d, out)
+    for i in range(num_queries):
         for d in range(out.shape[1]):
             out[i, d] /= totals[i]
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _attend_unit(unit, query, keys, values, tables, firsts, positions, scaling, window, out):
-    """unit: (sequence, key/value head, first query)."""
-    sequence, head, first_query = unit[0], unit[1], unit[2]
+    """unit: of `make_units`."""
+    sequence, head, first_query, count = unit[0], unit[1], unit[2], unit[3]
     first_row, group = firsts[sequence], query.shape[1] // keys.shape[1]
-    count = min(AT_ONCE, (firsts[sequence + 1] - first_row) * group - first_query)
-    some, result = np.empty((AT_ONCE, query.shape[2]), np.float32), np.empty((AT_ONCE, query.shape[2]), np.float32)
-    places = np.empty(AT_ONCE, np.int64)
-    for i in range(AT_ONCE):
-        number = first_query + min(i, count - 1)
-        row = first_row + number // group
-        some[i] = query[row, head * group + number % group]
+    some, result = np.empty((count, query.shape[2]), np.float32), np.empty((count, query.shape[2]), np.float32)
+    places = np.empty(count, np.int64)
+    for i in range(count):
+        row = first_row + (first_query + i) // group
+        some[i] = query[row, head * group + (first_query + i) % group]
         places[i] = positions[row]
-    _attend_some(some, count, keys, values, tables[sequence], head, places, scaling, window, result)
+    own = (keys[:, head], values[:, head], tables[sequence], places, scaling, window, result)
+    if count > 4:
+        _attend_some(eight(0, count - 1), some, *own)
+    elif count > 1:
+        _attend_some(four(0, count - 1), some, *own)
+    else:
+        _attend_some((0,), some, *own)
     for i in range(count):
         number = first_query + i
         out[first_row + number // group, head * group + number % group] = result[i]
@@ -159,18 +125,22 @@ def _attend_unit(unit, query, keys, values, tables, firsts, positions, scaling, 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def make_units(firsts, kv_heads, group):
-    """What `attend` computes at once, [units, 3]: (sequence, key/value head, first query). One head after another."""
-    count = 0
-    for s in range(firsts.shape[0] - 1):
-        count += ((firsts[s + 1] - firsts[s]) * group + AT_ONCE - 1) // AT_ONCE
-    units = np.empty((count * kv_heads, 3), np.int64)
-    at = 0
+    """What `attend` computes at once, [units, 4]: (sequence, key/value head, first query, queries).
+
+    One head after another; a sequence's few queries are halved, so that each thread has some.
+    """
+    num_sequences = firsts.shape[0] - 1
+    most = kv_heads * firsts[num_sequences] * group
+    units, count = np.empty((most, 4), np.int64), 0
     for head in range(kv_heads):
-        for s in range(firsts.shape[0] - 1):
-            for first in range(0, (firsts[s + 1] - firsts[s]) * group, AT_ONCE):
-                units[at, 0], units[at, 1], units[at, 2] = s, head, first
-                at += 1
-    return units
+        for s in range(num_sequences):
+            num_queries = (firsts[s + 1] - firsts[s]) * group
+            size = AT_ONCE if num_queries > AT_ONCE else AT_ONCE // 2
+            for first in range(0, num_queries, size):
+                unit = units[count]
+                unit[0], unit[1], unit[2], unit[3] = s, head, first, min(size, num_queries - first)
+                count += 1
+    return units[:count]
 
 
 @njit(nogil=True, parallel=True, cache=True, error_model="numpy")

@@ -1,7 +1,7 @@
 """Sixteen float32 or int32 numbers side by side, as types that numba's kernels compute with.
 
-What a compiler makes of a plain loop depends on the loop; these operations are what they say on every processor, and a
-sum written with `fma` has one order of additions. Arrays are one-dimensional and contiguous; `at` is an index.
+What a compiler makes of a plain loop depends on the loop; these operations are what they say on every processor. Arrays
+are one-dimensional and contiguous; `at` is an index.
 """
 
 import numba
@@ -71,16 +71,6 @@ def load_value(context, builder, array_type, array_and_at, loaded, align):
 
 
 @intrinsic
-def splat(typing, number):
-    """One float32 in all lanes."""
-
-    def generate(context, builder, sig, args):
-        return splat_value(builder, args[0])
-
-    return LANES_TYPE(types.float32), generate
-
-
-@intrinsic
 def load(typing, array, at):
     """Of a float32 array."""
 
@@ -111,18 +101,6 @@ def store(typing, array, at, lanes):
         return context.get_dummy_value()
 
     return types.void(array, types.intp, LANES_TYPE), generate
-
-
-@intrinsic
-def fma(typing, number, lanes, total):
-    """number · lanes + total, rounded once; `number` is one float32."""
-
-    def generate(context, builder, sig, args):
-        kind = ir.FunctionType(FLOATS, [FLOATS] * 3)
-        function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32")
-        return builder.call(function, [splat_value(builder, args[0]), args[1], args[2]])
-
-    return LANES_TYPE(types.float32, LANES_TYPE, LANES_TYPE), generate
 
 
 @intrinsic
