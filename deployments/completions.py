@@ -13,6 +13,9 @@ from kvstate.protocol import FinishReason, OpenRequest, Sampling, SpecMetrics, S
 from models.tokenizer import IncrementalDetokenizer, Tokenizer, TokenizerError
 from router.classes import MOST_CHARACTERS, classify
 
+WHOLE_GATHER_S = 0.25
+"""How long tokens of an answer that is sent whole may wait for others, where no stop string can end it among them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -63,8 +66,10 @@ class Translator:
         stops = frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else self.tokenizer.stop_ids)
         sampling, stop_ids = self._sampling(body, stops), tuple(sorted(stops))
         limits = (wanted or rest, stop_ids, http.deadline_s)
-        request_class = classify(self._asked(body))
-        return OpenRequest("", tuple(prompt), sampling, *limits, (), speculation, body.num_logprobs, request_class)
+        request_class, gather_s = classify(self._asked(body)), 0.0 if body.stream or body.stops else WHOLE_GATHER_S
+        return OpenRequest(
+            "", tuple(prompt), sampling, *limits, (), speculation, body.num_logprobs, request_class, gather_s
+        )
 
     def echo(self, body: Generation) -> str:
         """What an answer repeats of its prompt."""

@@ -97,7 +97,7 @@ FromRouter = Admit | Resume | Committed | Finish
 class CoordinatorCore:
     """`models`: names, cheapest first, the target last. `now` is a monotonic clock in seconds.
 
-    gather_s  least time between two commits of a sequence to one holder, and between two tellings of who is there
+    gather_s  least time between two tellings of who is there
     """
 
     def __init__(
@@ -310,15 +310,8 @@ class CoordinatorCore:
 
     def _committed(self, entry: Running, message: Committed, now: float) -> list[Outgoing]:
         entry.record(message.epoch, message.from_len, message.tokens)
-        return [out for holder in entry.holders.values() for out in self._commit_soon(entry, holder, now)]
-
-    def _commit_soon(self, entry: Running, holder: Holder, now: float) -> list[Outgoing]:
-        """One commit tells of all rounds of `gather_s`: those of a chain learn of theirs by its steps, and others have
-        time. `tick` sends what is left.
-        """
-        if not entry.is_behind(holder) or now - holder.sent_s < self._gather_s:
-            return []
-        return self._commit_to(entry, holder, now)
+        behind = [holder for holder in entry.holders.values() if entry.is_behind(holder)]
+        return [out for holder in behind for out in self._commit_to(entry, holder, now)]
 
     def _commit_to(self, entry: Running, holder: Holder, now: float) -> list[Outgoing]:
         """What the holder lacks; of a lost copy, one token only, to learn from the answer whether it is back."""

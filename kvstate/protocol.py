@@ -144,6 +144,7 @@ class OpenRequest(Message, frozen=True):
 
     `max_tokens` counts output from its first token, delivered ones included. `logprobs`: how many likeliest tokens are
     stated beside each output token's log-probability; −1 states none at all. `request_class`: router/classes.py.
+    `gather_s`: how long tokens may wait for others, so that one message tells of several rounds; the last never wait.
     """
 
     request_id: str
@@ -156,6 +157,7 @@ class OpenRequest(Message, frozen=True):
     speculation: Speculation = Speculation()
     logprobs: int = -1
     request_class: str = ""
+    gather_s: float = 0.0
 
 
 class CutRequest(Message, frozen=True):

@@ -16,7 +16,6 @@ from kvstate.protocol import (
     Admit,
     Admitted,
     CancelRequest,
-    Committed,
     CutRequest,
     Delivered,
     Drafted,
@@ -34,6 +33,7 @@ from kvstate.protocol import (
 )
 from router.admissions import RETRY_AFTER_S, Admissions, Refused
 from router.classes import context_of
+from router.commits import Commits
 from router.driver import Commit, RoundDriver, TargetLost
 from router.learned import NOTHING, Learned
 from router.links import Outbound, StepCalls
@@ -58,13 +58,15 @@ NUM_TOP = 16
 
 @dataclass(slots=True)
 class Request:
-    """One request of one ingress; `delivered` counts the output tokens sent to the client."""
+    """One request of one ingress. `unsent`: commits of which the ingress was not told yet, since `sent_s`."""
 
     ingress_id: str
     message: OpenRequest
     deadline_s: float
     output: list[int]
     own: OwnRates
+    sent_s: float
+    unsent: list[Commit] = field(default_factory=list)
     counts: TargetCounts = field(default_factory=TargetCounts)
     chain: tuple[str, ...] = ()
     plan: Plan = NO_PLAN
@@ -102,6 +104,7 @@ class RouterCore:
         self._ids = itertools.count(generation << 20)
         self._requests: dict[str, Request] = {}
         self._admissions = Admissions(outbound, settings.max_queue, clock)
+        self._commits = Commits(outbound)
         self._calls = StepCalls(outbound, settings.step_timeout_s)
         self._connected: set[str] = set()
         self._connections = asyncio.Event()
@@ -167,6 +170,7 @@ class RouterCore:
         """Tell a new or returned coordinator what runs, what ended meanwhile and what waits, in that order."""
         for request in self._requests.values():
             if request.sequence is not None:
+                self._commits.forget(request.sequence.seq)
                 self._outbound.to_coordinator(self._resume(request.sequence, request.message.max_tokens))
         self._admissions.coordinator_connected()
 
@@ -213,7 +217,8 @@ class RouterCore:
     def _open(self, ingress_id: str, message: OpenRequest) -> None:
         words = words_of(message.prompt) if self._settings.has_alternatives else NO_WORDS
         own = OwnRates(context_of(message.request_class, message.sampling), words)
-        request = Request(ingress_id, message, self._clock() + message.deadline_s, list(message.delivered), own)
+        now = self._clock()
+        request = Request(ingress_id, message, now + message.deadline_s, list(message.delivered), own, now)
         if message.delivered:
             self.stats.resumed_requests["router_lost"] += 1
         self._requests[message.request_id] = request
@@ -262,6 +267,7 @@ class RouterCore:
                 self._admissions.finish(sequence.seq)
                 raise
             finally:
+                self._commits.forget(sequence.seq)
                 self.planning.replicas.closed(placed)
             self._admissions.finish(sequence.seq)
             return
@@ -361,15 +367,21 @@ class RouterCore:
     def _deliver(self, request: Request, sequence: RunningSequence, commit: Commit) -> None:
         if not commit.tokens:
             return
-        from_index, from_len = len(request.output), len(sequence.tokens) - len(commit.tokens)
-        request.output.extend(commit.tokens)
+        self._commits.add(sequence.seq, sequence.epoch, len(sequence.tokens) - len(commit.tokens), commit.tokens)
         self.stats.committed_tokens += len(commit.tokens)
-        metrics = self._metrics(request) if commit.finish_reason is not None else None
-        tokens = tuple(commit.tokens)
-        request_id, reason = request.message.request_id, commit.finish_reason
-        delivered = Delivered(request_id, from_index, tokens, reason, metrics, commit.logprobs)
+        request.output.extend(commit.tokens)
+        request.unsent.append(commit)
+        if commit.finish_reason is not None or self._clock() - request.sent_s >= request.message.gather_s:
+            self._send_unsent(request, commit.finish_reason)
+
+    def _send_unsent(self, request: Request, reason: FinishReason | None) -> None:
+        tokens = tuple(token for commit in request.unsent for token in commit.tokens)
+        logprobs = tuple(stated for commit in request.unsent for stated in commit.logprobs)
+        from_index = len(request.output) - len(tokens)
+        metrics = self._metrics(request) if reason is not None else None
+        request.sent_s, request.unsent = self._clock(), []
+        delivered = Delivered(request.message.request_id, from_index, tokens, reason, metrics, logprobs)
         self._outbound.to_ingress(request.ingress_id, delivered)
-        self._outbound.to_coordinator(Committed(sequence.seq, sequence.epoch, from_len, tokens))
 
     def _send_end(self, request: Request) -> None:
         """After a cut by the ingress: no more tokens, the counts."""

@@ -71,6 +71,24 @@ async def test_text_is_the_targets_with_accepted_and_rejected_drafts(chain: tupl
             assert 0 < output.metrics.accepted_draft_tokens < output.metrics.draft_tokens
 
 
+@pytest.mark.parametrize("gather_s", [0.0, 0.002, 60.0])
+async def test_tokens_that_wait_for_others_all_come_once_and_the_last_do_not_wait(gather_s: float) -> None:
+    async with running(chain_of_three()) as cluster:
+        asked = cluster.router.on_ingress
+
+        def gathering(ingress_id: str, message: Message) -> None:
+            asked(ingress_id, replace(message, gather_s=gather_s) if isinstance(message, OpenRequest) else message)
+
+        one_by_one = await cluster.generate(PROMPTS[0], GREEDY, 60, (256,), Speculation("off"), logprobs=1)
+        cluster.router.on_ingress = gathering  # type: ignore[method-assign]
+        output = await cluster.generate(PROMPTS[0], GREEDY, 60, (256,), fixed(("a", "t")), logprobs=1)
+        assert (output.tokens, output.logprobs) == (one_by_one.tokens, one_by_one.logprobs)
+        assert output.finish_reason is FinishReason.LENGTH
+        assert output.metrics is not None
+        assert len(output.parts) == {0.0: output.metrics.rounds, 60.0: 1}.get(gather_s, len(output.parts))
+        assert gather_s == 0.0 or len(output.parts) <= 1 + output.latency_s / gather_s
+
+
 async def test_rows_that_accept_different_numbers_do_not_share_an_offset() -> None:
     async with running(chain_of_three()) as cluster:
         wanted = [await alone(cluster, p, 50) for p in PROMPTS]
@@ -147,8 +165,8 @@ async def test_lost_frames_cost_time_only() -> None:
     backends = chain_of_three()
     settings = RouterSettings(tuple(backends), step_timeout_s=0.3)
     async with running(backends, settings, lose) as cluster:
-        output = await cluster.generate(PROMPTS[0], GREEDY, 40, (256,), fixed(("a", "t")))
-        assert output.tokens == await alone(cluster, PROMPTS[0], 40)
+        output = await cluster.generate(PROMPTS[0], GREEDY, 400, (256,), fixed(("a", "t")))
+        assert output.tokens == await alone(cluster, PROMPTS[0], 400)
     assert len(lost) == 4
 
 

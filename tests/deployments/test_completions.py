@@ -41,6 +41,14 @@ def test_every_sampling_field_reaches_the_router() -> None:
 
 
 @pytest.mark.parametrize(
+    ("fields", "waits"),
+    [({}, True), ({"stop_token_ids": [5]}, True), ({"stream": True}, False), ({"stop": "a"}, False)],
+)
+def test_tokens_wait_for_others_where_nobody_looks_at_them_before_the_end(fields: dict[str, Any], waits: bool) -> None:
+    assert (opened(**fields).gather_s > 0.0) == waits
+
+
+@pytest.mark.parametrize(
     ("fields", "stop_ids", "banned_ids", "end_ids"),
     [
         ({}, (EOS,), (), ()),

@@ -230,25 +230,6 @@ def test_a_replaced_sequence_is_closed_before_the_new_one_is_admitted(desk: Desk
 # ---------------------------------------------------------------------------------------------------------- commits
 
 
-def test_commits_of_rounds_that_follow_closely_go_as_one_and_lag_by_little() -> None:
-    desk = Desk(gather_s=0.05)
-    desk.register("d", "drafter")
-    desk.register("t", num_blocks=200)
-    desk.admit(1, max_len=300)
-    sent: list[Outgoing] = []
-    for epoch in range(1, 201):  # 1 s of rounds, whose holders acknowledge at once
-        out = desk.router(Committed(1, epoch, 2 + epoch, (epoch,)))
-        desk.now += 0.005
-        out += desk.tick(0.0) if epoch % 10 == 0 else []
-        for message in to(out, "t"):
-            assert isinstance(message, Commit)
-            desk.replica("t", Acked(1, message.from_len + len(message.tokens), 0))
-        sent += out
-        [lag] = [lag for lag in desk.core.lags(desk.now) if lag.replica_id == "t"]
-        assert lag.behind_tokens <= 30  # of 200 per second: 150 ms
-    assert len(to(sent, "t")) <= 21
-
-
 def test_commits_go_to_every_holder_from_where_it_acknowledged(desk: Desk) -> None:
     desk.admit(1)
     out = desk.router(Committed(1, 1, 3, (10, 11)))
