@@ -30,6 +30,7 @@ from ray.serve.context import _get_global_client
 
 from cluster.config_errors import PreflightError, RefusedError
 from cluster.preflight import NodeCapacity, available_cpus, check_port
+from cluster.priority import giving_way
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -39,9 +40,13 @@ _JOIN_S = 60.0
 _START_ATTEMPTS = 3
 _START_S = 120.0
 _STOP_S = 60.0
-_OWN_RAY = {"RAY_worker_niceness": "0", "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5"}
-"""Unless they are set. Nothing else on this machine matters more than the models, and each pass of Serve's control loop
-interrupts them: a forward waits for the slowest of its threads.
+_OWN_RAY = {
+    "RAY_worker_niceness": "0",
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
+    "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "1000",
+}
+"""Unless they are set. Nothing else on this machine matters more than the models, and what Serve does by the clock,
+its control loop and the metrics of each of its replicas, takes time from them.
 """
 _NOT_UPLOADED = [".git", ".venv", ".ci", "tests", "docs", "k8s", "**/__pycache__", ".*_cache"]
 
@@ -112,7 +117,8 @@ def _start() -> None:
     for attempt in range(1, _START_ATTEMPTS + 1):
         before = set(psutil.Process().children(recursive=True))
         try:
-            _init()
+            with giving_way():
+                _init()
         except Exception as error:
             _end(set(psutil.Process().children(recursive=True)) - before)
             if attempt == _START_ATTEMPTS:

@@ -16,6 +16,7 @@ from ray.serve.handle import DeploymentHandle
 from cluster.config import AnyModel, AppConfig, EmulatedModel, TransformersModel, parse_config, parse_emulate
 from cluster.config_errors import ConfigError
 from cluster.dialer import Dialer
+from cluster.priority import come_first
 from cluster.stream import Stream
 from cluster.transport import serve as serve_streams
 from deployments.backends import build_backend, emulate_spec
@@ -40,6 +41,7 @@ class ModelReplica:
 
     # mypy knows no async constructor; Serve awaits it.
     async def __init__(self, data: Mapping[str, object], model: str, coordinator: DeploymentHandle[Any]) -> None:  # type: ignore[misc]
+        come_first()
         config = parse_config(data, str(data.get("name", "app")))
         self._model = next(m for m in config.models if m.name == model)
         self._is_target = config.target.name == model

@@ -11,6 +11,7 @@ from ray.serve.handle import DeploymentHandle
 from cluster.config import AppConfig, parse_config
 from cluster.config_errors import ConfigError
 from cluster.dialer import Dialer
+from cluster.priority import come_first
 from cluster.stream import Stream
 from cluster.transport import MakeHandler, RefusedError, serve
 from deployments.memory import Memory, memory_path
@@ -57,6 +58,7 @@ class Router:
     async def __init__(  # type: ignore[misc]
         self, data: Mapping[str, Any], coordinator: DeploymentHandle[Any]
     ) -> None:
+        come_first()
         generation = new_generation()
         self._data = data
         config = parse_config(data, str(data.get("name", "app")))

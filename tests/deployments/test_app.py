@@ -330,6 +330,17 @@ def _streamed_text(app: App, body: dict[str, Any], at_fifth_event: Callable[[], 
     return text
 
 
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="policies of threads are Linux's")
+def test_who_computes_or_routes_comes_first_and_ray_gives_way(app: App) -> None:
+    def policies(deployment: str) -> set[int]:
+        threads = Path("/proc", str(app.call(deployment, "pid")), "task").iterdir()
+        return {os.sched_getscheduler(int(thread.name)) for thread in threads}
+
+    assert policies("KVCoordinator") == {os.SCHED_BATCH}
+    for deployment in ("Router", TARGET):  # Ray's own threads in these processes, and ours
+        assert policies(deployment) == {os.SCHED_BATCH, os.SCHED_OTHER}
+
+
 def test_router_table_shows_every_replica(app: App) -> None:
     table = app.http.get("/router/table").json()
     assert [model["name"] for model in table["models"]] == [model.name for model in app.config.models]
